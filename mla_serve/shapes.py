@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal
 
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """The three attention calls of an MLA model."""
 
     PREFILL = "prefill"  # un-absorbed: new tokens on themselves, causal

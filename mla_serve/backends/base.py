@@ -1,7 +1,7 @@
 """The contract of an attention backend: prepare once, plan once per step, run once per layer.
 
 A backend wraps the kernels of one library on one device. It knows its library and nothing else: not the engine, not the
-selector, not the other backends. `tests/backends/` holds the laws that each one must pass; they are the other half of this file.
+selector, not the other backends. `tests/backends/` holds the laws that each must pass; they are the other half of this file.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Plan:
 class Backend(ABC):
     """One library's attention kernels on one device.
 
-    Class flags say what a candidate must be filtered by: `gives_lse`; `capturable` (the same answer when captured once in a CUDA
-    graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
+    Class flags say what a candidate must be filtered by: `gives_lse`; `capturable` (the same answer when captured once in a
+    CUDA graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
     latent cache); `page_sizes` and `head_counts` (None: any); `batch_invariant` (a request's result does not depend on its
     batch mates); `pads_heads` (may be wrapped in a head-padded form).
     """
@@ -149,7 +149,7 @@ class Backend(ABC):
 
     @abstractmethod
     def available(self) -> str | None:
-        """None if the library can run on this device, else why not, for a person. Imports the library if it must; no kernel runs."""
+        """None if the library can run on this device, else why not, for a person. May import the library; runs no kernel."""
 
     @abstractmethod
     def supports(self, shape: AttentionShape) -> str | None:

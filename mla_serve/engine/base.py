@@ -16,8 +16,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to pick tokens. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
 
-    `seed` makes a request's tokens repeatable whatever else is in the batch. `stop_token_ids` end the request (the id is the last
-    one delivered), as do the model's own end tokens unless `ignore_eos`. `logprobs` N asks for the N likeliest tokens
+    `seed` makes a request's tokens repeatable whatever else is in the batch. `stop_token_ids` end the request (the id is the
+    last one delivered), as do the model's own end tokens unless `ignore_eos`. `logprobs` N asks for the N likeliest tokens
     beside the chosen one at each step.
     """
 

@@ -1,0 +1,54 @@
+# Every target sets up what it needs: `make serve` or `make test` is all that a fresh machine has to be told.
+PYTHON ?= python3
+VENV ?= .venv
+# On Linux a plain torch brings CUDA libraries of several GB. Name an index of CPU wheels here to avoid that, for example
+#   make serve TORCH_INDEX=https://...
+TORCH_INDEX ?=
+MODEL ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help serve test check format bench soak clean
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mla_serve needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing mla_serve into $(VENV) (a few minutes the first time)"
+	$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo "installing the development tools"
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.ready  ## serve the bundled demo model on 127.0.0.1:8000 (MODEL=directory, ARGS="--port 9000")
+	$(BIN)/mla-serve serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.ready-dev  ## the CPU test suite, about 10 minutes on two cores
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm" $(ARGS)
+
+check: $(VENV)/.ready-dev  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-dev  ## format and mend what lint can
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready-dev  ## does padding pay on this machine? (a probe process writes the table, a second one times its choices)
+	$(BIN)/mla-serve probe --grid cpu --out build/bench-decisions.json
+	$(BIN)/mla-serve bench attention --grid cpu --decisions build/bench-decisions.json $(ARGS)
+
+soak: $(VENV)/.ready-dev  ## what is too long for CI: the full parity product
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm" --timeout 7200 tests $(ARGS)
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build *.egg-info
