@@ -124,10 +124,10 @@ class Plan:
 class Backend(ABC):
     """One library's attention kernels on one device.
 
-    Class flags say what a candidate must be filtered by: `gives_lse`; `capturable` (the same answer when captured once in a
-    CUDA graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
+    Class flags say what a candidate is filtered by: `gives_lse`; `capturable` (the same answer when captured once in a CUDA
+    graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
     latent cache); `page_sizes` and `head_counts` (None: any); `batch_invariant` (a request's result does not depend on its
-    batch mates); `pads_heads` (may be wrapped in a head-padded form).
+    batch mates).
     """
 
     name: ClassVar[str]
