@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -130,15 +129,15 @@ class Backend(ABC):
     batch mates).
     """
 
-    name: ClassVar[str]
-    library: ClassVar[str] = "torch"  # distribution whose version a decision depends on
-    gives_lse: ClassVar[bool] = True
-    capturable: ClassVar[bool] = False
-    needs_host_lens: ClassVar[bool] = False
-    takes_cache_scale: ClassVar[bool] = False
-    batch_invariant: ClassVar[bool] = False
-    page_sizes: ClassVar[tuple[int, ...] | None] = None
-    head_counts: ClassVar[tuple[int, ...] | None] = None
+    name: str
+    library: str = "torch"  # distribution whose version a decision depends on
+    gives_lse: bool = True
+    capturable: bool = False
+    needs_host_lens: bool = False
+    takes_cache_scale: bool = False
+    batch_invariant: bool = False
+    page_sizes: tuple[int, ...] | None = None
+    head_counts: tuple[int, ...] | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
