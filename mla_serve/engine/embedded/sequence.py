@@ -1,10 +1,10 @@
-"""A running request as the scheduler and the runner see it, and the piece of it that one step computes."""
+"""A running request as the scheduler and the runner see it, the piece of it that one step computes, and what came of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mla_serve.engine.base import Request
+from mla_serve.engine.base import Request, TokenLogprobs
 
 
 @dataclass(eq=False, slots=True)
@@ -12,7 +12,9 @@ class Sequence:
     """One request's tokens and the pages that hold their latents.
 
     `token_ids` is the prompt followed by what was generated; `num_computed` counts the leading tokens whose latents are in the
-    cache; `pages` are page ids in token order, so token i lies in slot i % page_size of `pages[i // page_size]`. Sequences
+    cache; `pages` are page ids in token order, so token i lies in slot i % page_size of `pages[i // page_size]`. `num_sound`
+    counts the leading tokens whose latents are known to be numbers, since finite logits came from attending to them;
+    `page_keys` names the full pages for the prefix cache; `seed` is the request's, or one drawn at arrival. Sequences
     compare by identity.
     """
 
@@ -21,11 +23,14 @@ class Sequence:
     num_prompt: int
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    num_sound: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    seed: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> Sequence:
+    def of(cls, request: Request, *, seed: int = 0) -> Sequence:
         """A sequence that has yet to start. The request's own list of prompt tokens is copied."""
-        return cls(request, list(request.prompt_token_ids), len(request.prompt_token_ids))
+        return cls(request, list(request.prompt_token_ids), len(request.prompt_token_ids), seed=seed)
 
     @property
     def id(self) -> str:
@@ -53,3 +58,11 @@ class Work:
     def samples(self) -> bool:
         """Whether the last computed token is the sequence's last, so that its logits give the next token."""
         return self.start + self.count == len(self.seq.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token picked for one sequence, with log-probabilities where its request asks for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None

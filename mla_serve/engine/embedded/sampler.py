@@ -1,0 +1,94 @@
+"""From logits to tokens: all rows of a step at once, each by its own request's settings.
+
+A request's randomness is one number per position, a pure function of its seed and of how many tokens it has generated. So its
+tokens depend neither on its batch mates nor on being preempted half-way and computed again.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence as Rows
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from mla_serve.engine.base import TokenLogprobs
+from mla_serve.engine.embedded.sequence import Sampled, Sequence
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 52 random bits for a 64-bit seed (signed or unsigned) and a position."""
+    digest = blake2b(struct.pack("<QQ", seed % 2**64, position), digest_size=8).digest()
+    return float((int.from_bytes(digest, "little") >> 12) * 2.0**-52)
+
+
+def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[Sampled | None]:
+    """Picks one token per row of `logits` [rows, vocab] (float32), row i for `seqs[i]`.
+
+    None for a row that holds NaN or has no finite maximum. Temperature 0 takes the likeliest token, the lowest id among equals.
+    """
+    if not seqs:
+        return []
+    top, tokens = logits.max(dim=-1).values, logits.argmax(dim=-1)
+    sound = torch.isfinite(top).tolist()
+    drawn = [i for i, seq in enumerate(seqs) if sound[i] and seq.request.sampling.temperature > 0]
+    if drawn:
+        tokens[drawn] = _draw(logits[drawn] - top[drawn, None], [seqs[i] for i in drawn])
+    told = [i for i, seq in enumerate(seqs) if sound[i] and seq.request.sampling.logprobs is not None]
+    logprobs = dict(zip(told, _logprobs(logits[told], tokens[told], [seqs[i] for i in told]), strict=True)) if told else {}
+    return [Sampled(token, logprobs.get(i)) if sound[i] else None for i, token in enumerate(tokens.tolist())]
+
+
+def _draw(logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+    """Token ids [rows] drawn from `logits` [rows, vocab], whose row maxima are 0, by inverting the cumulative distribution.
+
+    The order is temperature, top-k, top-p. The sum runs in float64 and in the order of token ids, so that a logit's rounding
+    moves the bounds between tokens by as little.
+    """
+    settings = [seq.request.sampling for seq in seqs]
+    temperature = torch.tensor([s.temperature for s in settings], dtype=torch.float64, device=logits.device)
+    probs = torch.softmax(logits.double() / temperature[:, None], dim=-1)
+    cut = [i for i, s in enumerate(settings) if s.top_p < 1 or 0 < s.top_k < logits.shape[-1]]
+    if cut:
+        probs[cut] = _truncate(probs[cut], [settings[i].top_k for i in cut], [settings[i].top_p for i in cut])
+    cdf = probs.cumsum(dim=-1)
+    draws = [uniform(seq.seed, seq.num_generated) for seq in seqs]
+    target = torch.tensor(draws, dtype=torch.float64, device=logits.device) * cdf[:, -1]
+    # The first token whose cumulative probability is over the target: never one of probability 0.
+    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+
+
+def _truncate(probs: Tensor, top_k: Rows[int], top_p: Rows[float]) -> Tensor:
+    """Zeroes what lies outside each row's top-k, then outside the nucleus of the rest; the token that crosses p is inside."""
+    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+    vocab = probs.shape[-1]
+    k = torch.tensor([k or vocab for k in top_k], device=probs.device)
+    ranked[torch.arange(vocab, device=probs.device) >= k[:, None]] = 0
+    p = torch.tensor(top_p, dtype=torch.float64, device=probs.device)
+    before = ranked.cumsum(dim=-1) - ranked
+    # p = 1 cuts nothing, also where rounding lets the sum reach 1 early.
+    ranked[(before >= p[:, None] * ranked.sum(dim=-1, keepdim=True)) & (p[:, None] < 1)] = 0
+    return torch.zeros_like(probs).scatter_(-1, ids, ranked)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, seqs: Rows[Sequence]) -> list[TokenLogprobs]:
+    """Log-probabilities before temperature and truncation: the chosen token's and each request's N likeliest."""
+    scores = torch.log_softmax(logits, dim=-1)
+    chosen = scores.gather(-1, tokens[:, None])[:, 0].tolist()
+    counts = [seq.request.sampling.logprobs or 0 for seq in seqs]
+    values, ids = scores.topk(max(counts), dim=-1)
+    rows = zip(chosen, values.tolist(), ids.tolist(), counts, strict=True)
+    return [
+        # topk promises no order among equals; the lowest id first agrees with the greedy choice.
+        TokenLogprobs(
+            _finite(mine), sorted(zip(ids_, map(_finite, values_), strict=True), key=lambda pair: (-pair[1], pair[0]))[:n]
+        )
+        for mine, values_, ids_, n in rows
+    ]
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no infinity: a token that a model rules out gets the lowest number that float32 holds."""
+    return logprob if math.isfinite(logprob) else torch.finfo(torch.float32).min
