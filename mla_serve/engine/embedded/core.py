@@ -1,0 +1,177 @@
+"""The engine without its process: a scheduler, a runner and a sampler, and the step that joins them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+
+from mla_serve.engine.base import EngineInfo, Request, Stats, Step
+from mla_serve.engine.embedded.config import ModelConfig
+from mla_serve.engine.embedded.kv_cache import PageAllocator
+from mla_serve.engine.embedded.limits import check_request
+from mla_serve.engine.embedded.messages import EngineConfig
+from mla_serve.engine.embedded.runner import Runner
+from mla_serve.engine.embedded.sampler import sample
+from mla_serve.engine.embedded.scheduler import Scheduler
+from mla_serve.engine.embedded.sequence import Work
+from mla_serve.errors import UserError
+from mla_serve.selection.decision import Policy
+from mla_serve.selection.selector import Selector
+from mla_serve.selection.table import DecisionTable, default_table_path
+from mla_serve.shapes import DType
+
+__all__ = ["EngineConfig", "EngineCore"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_STEPS = 3  # steps in a row in which every request failed, until the engine itself counts as broken
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
+
+
+class EngineCore:
+    """Runs requests step by step, in this thread. Raises UserError if the model cannot be loaded as `config` asks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        _check(config)
+        device = _device(config.device)
+        model = ModelConfig.from_dir(config.model)
+        page_size = config.page_size or (64 if device.type == "cuda" else 16)
+        max_model_len = config.max_model_len or model.max_position
+        max_requests = min(config.max_requests, config.max_tokens)
+        self.runner = Runner(
+            Path(config.model),
+            dtype=None if config.dtype == "auto" else cast(DType, config.dtype),
+            device=device,
+            page_size=page_size,
+            num_pages=config.num_pages,
+            max_requests=max_requests,
+            max_tokens=config.max_tokens,
+            max_model_len=max_model_len,
+            selector=Selector(
+                device,
+                policy=cast(Policy, config.policy),
+                pins=config.pins,
+                table=DecisionTable.load(Path(config.decisions) if config.decisions else default_table_path()),
+                on_demand=config.on_demand,
+                layers=model.num_layers,
+            ),
+            context_chunk=config.context_chunk,
+        )
+        pages = PageAllocator(self.runner.num_pages, page_size, prefix_cache=config.prefix_cache)
+        self.scheduler = Scheduler(
+            pages, max_requests=max_requests, max_tokens=config.max_tokens, eos_token_ids=model.eos_token_ids
+        )
+        self.info = EngineInfo(
+            vocab_size=model.vocab_size,
+            max_model_len=min(max_model_len, pages.num_pages * page_size),
+            eos_token_ids=list(model.eos_token_ids),
+            dtype=self.runner.dtype,
+            device=str(device),
+        )
+        self._barren_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises ValueError if it can never run or its id is in use."""
+        check_request(request, self.info)
+        if self.scheduler.find(request.id) is not None:
+            raise ValueError(f"a request with the id {request.id!r} is running; give each its own")
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Step | None:
+        """Ends a request and frees its pages; its last Step, or None if there is no such request."""
+        seq = self.scheduler.find(request_id)
+        return None if seq is None else self.scheduler.abort(seq)
+
+    def step(self) -> list[Step]:
+        """Computes one batch and returns what is new: at most one Step per request."""
+        works = self.scheduler.schedule()
+        works, logits, failed = self._run(works)
+        sampled = sample(logits, [work.seq for work in works if work.samples])
+        return failed + self.scheduler.advance(works, sampled)
+
+    def stats(self) -> Stats:
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - pages.num_free / pages.num_pages,
+            kv_pages_total=pages.num_pages,
+            kv_pages_free=pages.num_free,
+            prompt_tokens=scheduler.prompt_tokens,
+            generation_tokens=scheduler.generated_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The kernel decisions in force, as `Decision.to_json` gives them."""
+        return [decision.to_json() for decision in self.runner.bound.decisions()]
+
+    def _run(self, works: list[Work]) -> tuple[list[Work], Tensor, list[Step]]:
+        """The works that were computed, their logits, and the last Steps of requests whose work cannot be computed.
+
+        If the batch as a whole raises, each work is tried alone: computing twice writes the same latents. A fault of the
+        accelerator, or several steps in a row in which nothing succeeds, are the engine's own end and are raised.
+        """
+        if pages := self.scheduler.take_suspect_pages():
+            self.runner.zero_pages(pages)
+        try:
+            logits = self.runner.run(works)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("a step of %d requests failed; each is tried alone", len(works))
+        else:
+            self._barren_steps = 0
+            return works, logits, []
+        return self._run_each(works)
+
+    def _run_each(self, works: list[Work]) -> tuple[list[Work], Tensor, list[Step]]:
+        done: list[Work] = []
+        rows: list[Tensor] = []
+        errors: list[tuple[Work, Exception]] = []
+        for work in works:
+            try:
+                rows.append(self.runner.run([work]))
+                done.append(work)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                logger.exception("request %s failed", work.seq.id)
+                errors.append((work, error))
+        self._barren_steps = 0 if done else self._barren_steps + 1
+        if self._barren_steps == MAX_BARREN_STEPS:
+            raise errors[-1][1]
+        failed = [self.scheduler.fail(work.seq, f"this request could not be computed: {error}") for work, error in errors]
+        return done, torch.cat(rows) if rows else torch.empty(0, self.info.vocab_size), failed
+
+
+def _check(config: EngineConfig) -> None:
+    """Raises UserError for settings that no model could be served with."""
+    if config.dtype != "auto" and config.dtype not in DTYPES:
+        raise UserError(f"there is no dtype {config.dtype!r} to serve in; use auto, {', '.join(DTYPES)}")
+    if config.policy not in get_args(Policy):
+        raise UserError(f"there is no policy {config.policy!r}; use {' or '.join(get_args(Policy))}")
+    for name in ("max_model_len", "max_requests", "max_tokens", "page_size", "num_pages", "context_chunk", "threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"there is no device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise UserError(f"this torch cannot compute on {name!r}; use auto or cpu, or install torch for that device")
+    return device

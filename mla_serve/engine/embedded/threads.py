@@ -1,0 +1,25 @@
+"""How many CPU threads the engine should compute with."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+
+def available_threads(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Physical cores that this process may use: of the host, cut by its CPU affinity and by a container's quota.
+
+    `cgroup` is the control group's file (version 2): "QUOTA PERIOD" in microseconds, or "max PERIOD".
+    """
+    bounds = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        bounds.append(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = cgroup.read_text().split()
+        bounds.append(math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass  # no such file, or "max": no quota
+    return max(1, min(bounds))
