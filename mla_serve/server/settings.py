@@ -1,0 +1,63 @@
+"""What an operator can set about the server; the engine has settings of its own inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_serve.errors import UserError
+
+if TYPE_CHECKING:
+    from mla_serve.engine.embedded.messages import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Settings of one server process; sizes in bytes, times in seconds.
+
+    `served_model_name` None means the name of the model's directory. `max_queue` bounds the choices (prompts times n) that
+    are open at once. `max_output_tokens` caps every request's max_tokens, also where a request names none.
+    `chat_template` is a Jinja file that replaces the model's own. `heartbeat_limit` is the age from which an engine counts as
+    hung, `death_linger` how long the server stays to say so once its engine has died.
+    """
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_queue: int = 512
+    max_output_tokens: int | None = None
+    body_limit: int = 8 * 1024 * 1024
+    chat_template: Path | None = None
+    drain_timeout: float = 30.0
+    heartbeat_limit: float = 5.0
+    death_linger: float = 2.0
+
+    @property
+    def model_dir(self) -> Path:
+        return Path(self.engine.model)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model_dir.resolve().name
+
+
+def read_api_keys(path: Path | None) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and lines that start with # are skipped. None means no keys.
+
+    Raises UserError if the file cannot be read or holds no key: an empty list would leave the server open.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"the API key file {path} cannot be read ({reason}); give a text file with one key a line") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if not keys:
+        raise UserError(f"the API key file {path} holds no key; write one key a line")
+    return keys
