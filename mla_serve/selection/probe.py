@@ -1,0 +1,104 @@
+"""The default grid of a model, and measuring it: finite, from the smallest bucket to the largest the deployment can see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mla_serve.errors import UserError
+from mla_serve.selection.decision import Decision
+from mla_serve.selection.selector import Selector
+from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, Decision | None], None]
+"""Called after each bucket with how many are done, how many there are, and its decision (None if no kernel can serve it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Which sizes are measured; what lies between is served by its nearest neighbour."""
+
+    prefill: dict[int, tuple[int, ...]]  # requests: query tokens each
+    context: dict[int, tuple[tuple[int, int], ...]]  # requests: query tokens and key tokens each
+    decode: tuple[tuple[int, ...], tuple[int, ...]]  # requests, key tokens each
+    ragged: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+# A CPU's kernels change places early and its long runs take seconds, so its grid is small and ends at 2,048 tokens.
+_CPU = _Sizes(
+    prefill={1: (16, 64, 128, 256, 512, 1024, 2048), 4: (64, 256)},
+    context={1: ((64, 256), (64, 1024), (512, 512), (512, 2048)), 4: ((64, 256),)},
+    decode=((1, 4, 16), (64, 256, 1024, 2048)),
+    ragged=((4, 16), (256,)),
+)
+_CUDA = _Sizes(
+    prefill={1: (128, 512, 1024, 2048, 4096, 8192), 4: (128, 512, 2048), 16: (128, 512)},
+    context={
+        1: ((128, 1024), (128, 4096), (512, 1024), (512, 4096), (2048, 1024), (2048, 4096)),
+        4: ((128, 1024), (512, 1024)),
+    },
+    decode=((1, 2, 4, 8, 16, 32, 64, 128), (256, 1024, 4096, 16384)),
+    ragged=((8, 32), (1024, 4096)),
+)
+
+
+def grid(
+    dims: MLADims, *, dtype: DType, page_size: int, max_model_len: int, max_batch: int, device: torch.device,
+    max_tokens: int = 2048, context_chunk: int = 4096, graph: bool = False,
+) -> list[AttentionShape]:  # fmt: skip
+    """The shapes to measure for a deployment: at most about 60 buckets on a GPU, 40 on a CPU.
+
+    `max_batch` counts running requests, `max_tokens` the query tokens of one step, `context_chunk` the cached tokens
+    gathered at a time. Sizes beyond a limit are cut to it. Prefill is measured with and without LSE: kernels differ by it.
+    """
+    sizes = _CUDA if device.type == "cuda" else _CPU
+
+    def shapes() -> Iterator[AttentionShape]:
+        for batch, q_lens in sizes.prefill.items():
+            for q_len in q_lens:
+                if batch <= max_batch and batch * q_len <= max(max_tokens, q_lens[0]):
+                    q = min(q_len, max_model_len)
+                    for lse in (False, True):
+                        yield AttentionShape.prefill(dims, batch=batch, q_len=q, dtype=dtype, lse=lse)
+        for batch, pairs in sizes.context.items():
+            for q_len, kv_len in pairs:
+                if batch <= max_batch and batch * q_len <= max_tokens and batch * kv_len <= context_chunk:
+                    q, kv = min(q_len, max_model_len), min(kv_len, max_model_len)
+                    yield AttentionShape.context(dims, batch=batch, q_len=q, kv_len=kv, dtype=dtype)
+        for ragged, (batches, kv_lens) in ((False, sizes.decode), (True, sizes.ragged)):
+            for batch in batches:
+                for kv_len in kv_lens:
+                    yield AttentionShape.decode(
+                        dims, batch=min(batch, max_batch), kv_len=min(kv_len, max_model_len), dtype=dtype, page_size=page_size,
+                        ragged=ragged and max_batch > 3, graph=graph,
+                    )  # fmt: skip
+
+    return list(dict.fromkeys(Bucket.of(shape).shape for shape in shapes()))
+
+
+def probe(
+    selector: Selector, shapes: Sequence[AttentionShape], *, progress: Progress | None = None, again: bool = True
+) -> list[Decision]:
+    """Measures each bucket of `shapes`; every decision is in the table, and in its file, before the next bucket starts.
+
+    `again` False keeps what the table already holds, so that an interrupted probe goes on where it stopped. A bucket that no
+    kernel can serve is warned about and left out.
+    """
+    buckets = list(dict.fromkeys(Bucket.of(shape) for shape in shapes))
+    decisions: list[Decision] = []
+    for done, bucket in enumerate(buckets, start=1):
+        held = None if again else selector.table.get(bucket, "measured", selector.fingerprint)
+        decision: Decision | None = None
+        try:
+            decision = held or selector.measure(bucket.shape)
+            decisions.append(decision)
+        except UserError as error:
+            logger.warning("%s: %s", bucket, error)
+        if progress is not None:
+            progress(done, len(buckets), decision)
+    return decisions

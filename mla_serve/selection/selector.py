@@ -1,0 +1,246 @@
+"""The Selector: from a shape to the kernel that serves it, by table, by measurement, by class, or by a person's pin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Literal
+
+import torch
+
+from mla_serve.backends.base import Backend, Limits
+from mla_serve.backends.padded import Padded, Padding
+from mla_serve.backends.registry import load_backends
+from mla_serve.errors import UserError
+from mla_serve.selection import availability, paddings
+from mla_serve.selection.bound import BoundSelector
+from mla_serve.selection.candidates import Candidate, candidates, check, padded_forms
+from mla_serve.selection.decision import CandidateResult, Decision, Policy
+from mla_serve.selection.fingerprint import Fingerprint
+from mla_serve.selection.floor import Rates
+from mla_serve.selection.measure import InProcess
+from mla_serve.selection.pins import Pin, PinError, by_phase
+from mla_serve.selection.ranking import rank
+from mla_serve.selection.table import DecisionTable
+from mla_serve.selection.timing import Effort, Measure
+from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
+
+logger = logging.getLogger(__name__)
+
+LAST_RESORT = {True: "torch-mla", False: "torch-math"}
+"""By `shape.absorbed`: what serves where no candidate can."""
+
+
+class Selector:
+    """Decides for one device. `table` None keeps decisions in memory; `backends` None takes all that are installed.
+
+    `policy` "measured" serves what the table holds and, off the table, the nearest measured bucket's kernel or the
+    availability policy's; it measures in `decide` only with `on_demand`. `layers` weighs a plan against its runs. `measure`
+    replaces the clock, `effort` its patience. `host_lens` False: batches come without exact host lengths. `clean_pool`: the
+    cache never holds NaN, so a kernel that lets it through may serve. Raises PinError for pins that name nobody.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        policy: Literal["measured", "availability"] = "measured",
+        pins: Mapping[str, str] | None = None,
+        table: DecisionTable | None = None,
+        backends: Sequence[Backend] | None = None,
+        on_demand: bool = False,
+        layers: int = 1,
+        host_lens: bool = True,
+        clean_pool: bool = False,
+        measure: Measure | None = None,
+        effort: Effort | None = None,
+    ) -> None:
+        if policy not in ("measured", "availability"):
+            raise UserError(f"there is no policy {policy!r}; use measured or availability")
+        self.device, self.policy, self.on_demand, self.layers, self.host_lens = device, policy, on_demand, layers, host_lens
+        self.table = DecisionTable() if table is None else table
+        self.backends = list(load_backends(device) if backends is None else backends)
+        self._by_name = {backend.name: backend for backend in self.backends}
+        self._pins = by_phase(pins or {}, self._by_name)
+        self._fingerprint = Fingerprint.here(device, {backend.library for backend in self.backends})
+        self._measurer = InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
+        self._rates = Rates.of(device)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of this process now: a CPU's thread count may change after the Selector was made."""
+        if self._fingerprint.threads not in (None, torch.get_num_threads()):
+            self._fingerprint = replace(self._fingerprint, threads=torch.get_num_threads())
+        return self._fingerprint
+
+    def decide(self, shape: AttentionShape) -> Decision:
+        """The decision for the bucket of `shape`. Raises PinError if a pinned kernel cannot run it, AttentionError if none can.
+
+        In order: the phase's pin, the table, then as the policy says. Only a miss asks a backend anything.
+        """
+        bucket = Bucket.of(shape)
+        pin = self._pins.get(shape.phase)
+        if pin is not None:
+            return self._pinned(bucket, pin)
+        hit = self._hit(bucket)
+        if hit is not None:
+            return hit
+        if self.policy == "availability":
+            decision = self._by_class(bucket)
+            self.table.put(decision, save=False)
+            return decision
+        if self.on_demand:
+            return self.measure(shape)
+        return self._nearest(bucket) or self._by_class(
+            bucket, note="not measured, nor is any bucket like it; chosen by kernel class until `mla-serve probe` has run"
+        )
+
+    def measure(self, shape: AttentionShape) -> Decision:
+        """Measures the bucket of `shape` now, whatever the table holds, and puts the decision into the table.
+
+        Takes seconds and runs every candidate in this process. Raises AttentionError if not even the last resort is right.
+        """
+        bucket = Bucket.of(shape)
+        found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)
+        rows = rank(self._measurer(bucket.shape, found), self.layers)
+        chosen = next((row for row in rows if row.verdict == "chosen"), None)
+        if chosen is None:
+            return self._last_resort(bucket, rows)
+        decision = replace(
+            self._decision(bucket, "measured", chosen.backend, chosen.padding, rows),
+            floor_ms=self._rates.floor_ms(bucket.shape),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        )
+        self.table.put(decision)
+        return decision
+
+    def bind(self, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits) -> BoundSelector:
+        """The look-up of one model on this device; kernels are decided and prepared when first asked for."""
+        return BoundSelector(self, dims, dtype=dtype, page_size=page_size, limits=limits)
+
+    def backend_of(self, decision: Decision) -> Backend:
+        """The kernel of a decision, in its padded form where it has one."""
+        backend = self._by_name.get(decision.winner) or load_backends(self.device, only={decision.winner})[0]
+        return backend if decision.padding is None else Padded(backend, decision.padding)
+
+    def last_resort(self, bucket: Bucket, reason: str) -> Decision:
+        """torch's own math for `bucket`, with `reason` as the note."""
+        return self._last_resort(bucket, [], reason)
+
+    def page_size(self, dims: MLADims, *, dtype: DType, batch: int = 8, kv_len: int = 2048) -> int:
+        """For a deployment that leaves it open: the page size whose decode is the fastest, or of the best kernel class.
+
+        The device's usual size wins among equals (16 on a CPU, 64 on a GPU). Raises PinError if a pin allows none.
+        """
+        usual = 64 if self.device.type == "cuda" else 16
+        refused: PinError | None = None
+        offers: list[tuple[tuple[bool, float], int]] = []
+        for size in dict.fromkeys((usual, 16, 32, 64, 128)):
+            shape = AttentionShape.decode(dims, batch=batch, kv_len=kv_len, dtype=dtype, page_size=size)
+            try:
+                decision = self.decide(shape)
+            except PinError as error:
+                refused = error
+                continue
+            row = decision.chosen
+            cost = row.cost(self.layers) if row else None
+            rank_here = float(self.backend_of(decision).kind(shape)) if cost is None else cost
+            offers.append(((cost is None, rank_here), size))
+        if not offers:
+            assert refused is not None
+            raise refused
+        return min(offers, key=lambda offer: offer[0])[1]
+
+    def _hit(self, bucket: Bucket) -> Decision | None:
+        decision = self.table.get(bucket, self.policy, self.fingerprint)
+        if decision is None or decision.winner not in self._by_name:
+            return None
+        return self._ranked_here(decision)
+
+    def _ranked_here(self, decision: Decision) -> Decision:
+        """The same figures ranked for this model's number of layers: a plan is shared by all of them."""
+        if decision.layers == self.layers or decision.policy != "measured":
+            return decision
+        rows = rank(decision.candidates, self.layers)
+        chosen = next((row for row in rows if row.verdict == "chosen"), None)
+        if chosen is None or (backend := self._by_name.get(chosen.backend)) is None:
+            return decision
+        again = replace(
+            decision,
+            winner=chosen.backend,
+            padding=chosen.padding,
+            candidates=tuple(rows),
+            layers=self.layers,
+            library=backend.library,
+        )
+        return decision if again.fingerprint.mismatch(self.fingerprint, again.library) else again
+
+    def _nearest(self, bucket: Bucket) -> Decision | None:
+        """The decision of the nearest measured bucket whose winner takes this one, recorded as borrowed."""
+        for near in self.table.near(bucket, "measured", self.fingerprint):
+            if near.winner not in self._by_name:
+                continue
+            decision = self._ranked_here(near)
+            if check(self.backend_of(decision), bucket.shape, host_lens=self.host_lens).verdict is None:
+                return replace(decision, bucket=bucket, note=f"not measured; as in the nearest measured bucket, {near.bucket}")
+        return None
+
+    def _by_class(self, bucket: Bucket, note: str | None = None) -> Decision:
+        winner, rows = availability.choose(bucket.shape, self.backends, host_lens=self.host_lens)
+        if winner is None:
+            return self._last_resort(bucket, rows, note)
+        return self._decision(bucket, "availability", winner.native.name, winner.padding, rows, note)
+
+    def _last_resort(self, bucket: Bucket, rows: Sequence[CandidateResult], note: str | None = None) -> Decision:
+        name = LAST_RESORT[bucket.shape.absorbed]
+        wrong = next((row for row in rows if row.backend == name and row.verdict == "disqualified" and not row.padding), None)
+        if wrong is not None:
+            raise UserError(f"no kernel can serve {bucket}: even {name}, the last resort, is wrong here ({wrong.reason})")
+        backend = self._by_name.get(name) or load_backends(self.device, only={name})[0]
+        backend.require(bucket.shape)
+        rows = [row for row in rows if (row.backend, row.padding) != (name, None)]
+        rows.append(CandidateResult(name, None, "chosen", "last resort: no other kernel can serve this"))
+        logger.warning("%s is served by %s, the last resort: no other kernel can", bucket, name)
+        return self._decision(bucket, "availability", name, None, rows, note)
+
+    def _pinned(self, bucket: Bucket, pin: Pin) -> Decision:
+        candidate = self._form(bucket, pin)
+        reason = f"pinned by {bucket.shape.phase.value}={pin}"
+        if candidate.verdict is not None:
+            raise PinError(f"{reason}, but it cannot run {bucket}: {candidate.reason}; remove the pin or choose another kernel")
+        if candidate.padding is not None:
+            reason += f"; {paddings.describe(bucket.shape, candidate.padding)}"
+        rows = [candidate.result("chosen", reason)]
+        rows += [CandidateResult(b.name, None, "not-measured", "not asked") for b in self.backends if b.name != pin.kernel]
+        return self._decision(bucket, "pinned", pin.kernel, candidate.padding, rows)
+
+    def _form(self, bucket: Bucket, pin: Pin) -> Candidate:
+        """The pinned kernel in the pinned form, or in the one that was measured faster, or that the kernel's class favours."""
+        backend, shape = self._by_name[pin.kernel], bucket.shape
+        plain = check(backend, shape, host_lens=self.host_lens)
+        if pin.form == "native" or plain.verdict == "unavailable":
+            return plain
+        if pin.form == "pad":
+            usual = (form for form in padded_forms(backend, shape, host_lens=self.host_lens) if form.verdict is None)
+            forced = Padded(backend, paddings.forced(shape, backend.head_counts))
+            return next(usual, None) or check(forced, shape, host_lens=self.host_lens)
+        measured = self.table.get(bucket, "measured", self.fingerprint)
+        own = [row for row in measured.candidates if row.backend == pin.kernel and row.ms] if measured else []
+        if own:
+            padding = min(own, key=lambda row: row.cost(self.layers) or 0.0).padding
+            return check(Padded(backend, padding) if padding else backend, shape, host_lens=self.host_lens)
+        return availability.choose(shape, [backend], host_lens=self.host_lens)[0] or plain
+
+    def _decision(
+        self, bucket: Bucket, policy: Policy, winner: str, padding: Padding | None, rows: Sequence[CandidateResult],
+        note: str | None = None,
+    ) -> Decision:  # fmt: skip
+        backend = self._by_name.get(winner)
+        decision = Decision(
+            bucket, policy, winner, padding, tuple(rows), self.fingerprint,
+            library=backend.library if backend else "torch", layers=self.layers, note=note,
+        )  # fmt: skip
+        logger.info("%s: %s (%s)", bucket, decision.label, note or policy)
+        return decision

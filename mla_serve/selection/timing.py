@@ -1,0 +1,139 @@
+"""The clock: candidates run in turn, round after round, so that whatever disturbs the machine disturbs them all alike.
+
+A run includes the copies of a padded form; a plan is timed apart. What a round measures is injectable, so that the choice can
+be tested with times of one's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Literal, Protocol
+
+import torch
+
+Part = Literal["run", "plan"]
+
+STOP_AT = 3.0
+"""A candidate this many times slower than the best is timed no further."""
+
+
+class Trial(Protocol):
+    """A candidate that is ready to run: one call, or one plan."""
+
+    @property
+    def label(self) -> str: ...
+    def run(self) -> object: ...
+    def plan(self) -> object: ...
+
+
+Measure = Callable[[Trial, Part], float]
+"""Runs one part of a trial and returns milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure one bucket: rounds, and milliseconds of runs after which no round starts beyond the least number."""
+
+    least_rounds: int = 3
+    most_rounds: int = 15
+    milliseconds: float = 1500.0
+    plans: int = 5
+
+
+@dataclass(slots=True)
+class Timing:
+    """Milliseconds of one trial. `ms` and `plan_ms` are medians, `spread` the interquartile range over the median."""
+
+    samples: list[float] = field(default_factory=list)
+    plan_ms: float = 0.0
+    stopped: str | None = None
+
+    @property
+    def ms(self) -> float:
+        return median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        if len(self.samples) < 3:
+            return 0.0 if len(self.samples) < 2 else (max(self.samples) - min(self.samples)) / self.ms
+        low, _, high = quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.ms
+
+
+def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> list[Timing]:
+    """Times all trials in interleaved rounds, in their order.
+
+    A trial drops out once even its fastest round, of two at least, is `STOP_AT` times the best trial's median. With one trial
+    left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
+    """
+    timings = [Timing() for _ in trials]
+    spent = 0.0
+    for number in range(effort.most_rounds):
+        racing = sum(timing.stopped is None for timing in timings)
+        if number >= effort.least_rounds and (racing < 2 or spent > effort.milliseconds):
+            break
+        for trial, timing in zip(trials, timings, strict=True):
+            if timing.stopped is None:
+                timing.samples.append(measure(trial, "run"))
+                spent += timing.samples[-1]
+        if number == 0:
+            continue
+        best = min((t.ms for t in timings if t.stopped is None), default=0.0)
+        for timing in timings:
+            if timing.stopped is None and min(timing.samples) >= STOP_AT * best > 0.0:
+                timing.stopped = f"{timing.ms / best:.3g}x the time of the best, stopped after {number + 1} rounds"
+    for trial, timing in zip(trials, timings, strict=True):
+        timing.plan_ms = median(measure(trial, "plan") for _ in range(effort.plans if timing.stopped is None else 1))
+    return timings
+
+
+class CpuClock:
+    """Wall-clock time. Short calls are repeated until `least_ms` have passed, and the mean of those counts."""
+
+    def __init__(self, least_ms: float = 2.0, most_calls: int = 50) -> None:
+        self.least_ms, self.most_calls = least_ms, most_calls
+
+    def __call__(self, trial: Trial, part: Part) -> float:
+        call = trial.run if part == "run" else trial.plan
+        start, calls, elapsed = time.perf_counter(), 0, 0.0
+        while calls == 0 or (elapsed < self.least_ms and calls < self.most_calls):
+            call()
+            calls += 1
+            elapsed = (time.perf_counter() - start) * 1e3
+        return elapsed / calls
+
+
+class CudaClock:
+    """CUDA events around one run, with the L2 cache flushed before it; wall-clock time with a synchronize for a plan.
+
+    The flush runs on the device while the host launches the call behind it, so a launch's latency stays out of the figure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(max(size, 64 << 20), dtype=torch.int8, device=device)
+
+    def __call__(self, trial: Trial, part: Part) -> float:
+        with torch.cuda.device(self.device):
+            if part == "plan":
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                trial.plan()
+                torch.cuda.synchronize()
+                return (time.perf_counter() - began) * 1e3
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._flush.zero_()
+            start.record()
+            trial.run()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+
+def clock(device: torch.device) -> Measure:
+    """The clock for a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
