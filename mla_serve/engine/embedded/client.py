@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class EmbeddedEngine:
         """Process id of the engine."""
         return self._child.process.pid
 
-    def generate(self, request: Request) -> AsyncIterator[Step]:
+    def generate(self, request: Request) -> AsyncGenerator[Step, None]:
         """See Engine.generate; ValueError is raised by this call itself, before anything is iterated."""
         check_request(request, self.info)
         return self._stream(request)
@@ -105,7 +105,7 @@ class EmbeddedEngine:
         await asyncio.wait([self._listener])
         self._child.close()
 
-    async def _stream(self, request: Request) -> AsyncIterator[Step]:
+    async def _stream(self, request: Request) -> AsyncGenerator[Step, None]:
         self._require_life()
         if request.id in self._mail:
             raise ValueError(f"a request with the id {request.id!r} is running; give each its own")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from mla_serve.engine.embedded.sampler import sample
 from mla_serve.engine.embedded.scheduler import Scheduler
 from mla_serve.engine.embedded.sequence import Work
 from mla_serve.errors import UserError
-from mla_serve.selection.decision import Policy
 from mla_serve.selection.selector import Selector
 from mla_serve.selection.table import DecisionTable, default_table_path
 from mla_serve.shapes import DType
@@ -53,11 +52,12 @@ class EngineCore:
             max_model_len=max_model_len,
             selector=Selector(
                 device,
-                policy=cast(Policy, config.policy),
+                policy=cast(Literal["measured", "availability"], config.policy),
                 pins=config.pins,
                 table=DecisionTable.load(Path(config.decisions) if config.decisions else default_table_path()),
                 on_demand=config.on_demand,
                 layers=model.num_layers,
+                clean_pool=True,  # pages that may hold NaN are zeroed before anyone else gets them
             ),
             context_chunk=config.context_chunk,
         )
@@ -157,8 +157,6 @@ def _check(config: EngineConfig) -> None:
     """Raises UserError for settings that no model could be served with."""
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise UserError(f"there is no dtype {config.dtype!r} to serve in; use auto, {', '.join(DTYPES)}")
-    if config.policy not in get_args(Policy):
-        raise UserError(f"there is no policy {config.policy!r}; use {' or '.join(get_args(Policy))}")
     for name in ("max_model_len", "max_requests", "max_tokens", "page_size", "num_pages", "context_chunk", "threads"):
         value = getattr(config, name)
         if value is not None and value < 1:
