@@ -16,7 +16,7 @@ import torch
 
 
 def load(model: str, attention: str, experts: str) -> Any:
-    """The model in float32 with one attention and one experts implementation; raises as transformers does where it has no such."""
+    """The model in float32 with these implementations; raises whatever transformers raises where it has no such."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(

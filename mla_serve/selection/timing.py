@@ -16,10 +16,6 @@ import torch
 
 Part = Literal["run", "plan"]
 
-STOP_AT = 3.0
-"""A candidate this many times slower than the best is timed no further."""
-
-
 class Trial(Protocol):
     """A candidate that is ready to run: one call, or one plan."""
 
@@ -35,12 +31,16 @@ Measure = Callable[[Trial, Part], float]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure one bucket: rounds, and milliseconds of runs after which no round starts beyond the least number."""
+    """How long to measure one bucket: rounds, and milliseconds of runs after which no round starts beyond the least number.
+
+    A candidate `stop_at` times slower than the best is timed no further.
+    """
 
     least_rounds: int = 3
     most_rounds: int = 15
     milliseconds: float = 1500.0
     plans: int = 5
+    stop_at: float = 3.0
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Timing:
 def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> list[Timing]:
     """Times all trials in interleaved rounds, in their order.
 
-    A trial drops out once even its fastest round, of two at least, is `STOP_AT` times the best trial's median. With one trial
+    A trial drops out once even its fastest round, of two at least, is `effort.stop_at` times the best trial's median. With one trial
     left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
     """
     timings = [Timing() for _ in trials]
@@ -83,7 +83,7 @@ def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> li
             continue
         best = min((t.ms for t in timings if t.stopped is None), default=0.0)
         for timing in timings:
-            if timing.stopped is None and min(timing.samples) >= STOP_AT * best > 0.0:
+            if timing.stopped is None and min(timing.samples) >= effort.stop_at * best > 0.0:
                 timing.stopped = f"{timing.ms / best:.3g}x the time of the best, stopped after {number + 1} rounds"
     for trial, timing in zip(trials, timings, strict=True):
         timing.plan_ms = median(measure(trial, "plan") for _ in range(effort.plans if timing.stopped is None else 1))

@@ -1,0 +1,127 @@
+"""`mla-serve bench ...`: the commands; what they measure is in the files beside this one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure: attention kernels, the server, the look-up.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Out = Annotated[Path | None, typer.Option(help="Write the result, with host and versions, to this file too.")]
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _report(data: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    """Adds date, host and command to `data`, writes and prints it."""
+    from datetime import UTC, datetime
+
+    from mla_serve.doctor import examine
+
+    host = examine()
+    data = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["mla-serve", *sys.argv[1:]]),
+        "host": {"system": host.system, "python": host.python, "devices": host.devices, "versions": host.versions},
+        **data,
+    }
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(data, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(data, indent=1))
+
+
+@bench.command("attention")
+def attention(
+    grid: Annotated[str, typer.Option(help="Named grid: cpu.")] = "cpu",
+    decisions: Annotated[
+        Path | None, typer.Option(help="The table of an earlier probe; default: the one that serve reads.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Native, padded and chosen, in ms, on the shapes of a grid. `mla-serve probe --grid` writes the table first."""
+    import torch
+
+    from mla_serve.bench.attention import bench as run
+    from mla_serve.bench.grids import named_grid
+    from mla_serve.engine.embedded.threads import available_threads
+    from mla_serve.selection import DecisionTable, Selector, default_table_path
+
+    torch.set_num_threads(threads or available_threads())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    selector = Selector(device, table=DecisionTable.load(decisions or default_table_path()), clean_pool=True)
+    rows = run(named_grid(grid), selector, _note)
+    _report({"rows": [row.to_json() for row in rows]}, out, as_json=as_json)
+    if as_json:
+        return
+    print(f"{'dtype':9} {'S':>5}  {'native ms':>9}  {'padded ms':>9}  {'chosen ms':>9}  {'x native':>8}  {'/ best':>6}  chosen")
+    for row in rows:
+        print(
+            f"{row.dtype:9} {row.q_len:5}  {_ms(row.native_ms):>9}  {_ms(row.padded_ms):>9}  {_ms(row.chosen_ms):>9}  "
+            f"{row.over_native or float('nan'):8.2f}  {row.over_best:6.3f}  {row.chosen}"
+        )
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+@bench.command("serve")
+def serve(
+    against: Annotated[str, typer.Option(help="The peer: transformers.")] = "transformers",
+    model: Annotated[
+        Path | None, typer.Option(help="Directory made by an earlier run; default: makes the random checkpoint.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each side.")] = 2,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Output tokens per second of this server, over HTTP, beside a peer's on the same requests."""
+    from mla_serve.bench.checkpoint import make_checkpoint
+    from mla_serve.bench.serve import Load, against_transformers
+
+    if against != "transformers":
+        raise typer.BadParameter(f"there is no peer {against!r}; use transformers")
+    load = Load(requests, prompt_tokens, output_tokens, threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = model or Path(scratch)
+        if model is None:
+            make_checkpoint(directory)
+        result = against_transformers(directory, load, _note)
+    _report(result, out, as_json=as_json)
+    if as_json:
+        return
+    rates, faster, equal = result["tokens_per_s"], result["times_faster"], result["tokens_equal"]
+    print(f"mla_serve over HTTP            {rates['mla_serve']:8.1f} tokens/s")
+    for name, label in (("sequential", "transformers, one by one"), ("batch", "transformers, one batch")):
+        print(f"{label:30} {rates[f'transformers_{name}']:8.1f} tokens/s   {faster[name]:.1f}x slower,", end=" ")
+        print(f"same tokens in {equal[name]} of {equal['of']} requests")
+
+
+@bench.command("selector")
+def selector(as_json: Json = False) -> None:
+    """The look-up on the hot path, in microseconds."""
+    import torch
+
+    from mla_serve.backends.base import Limits
+    from mla_serve.bench.grids import DEEPSEEK
+    from mla_serve.selection import Selector, benchmark_lookup
+
+    limits = Limits(max_requests=64, max_tokens=2048, max_kv_tokens=4096)
+    bound = Selector(torch.device("cpu"), policy="availability").bind(DEEPSEEK, dtype="float32", page_size=16, limits=limits)
+    figures = benchmark_lookup(bound)
+    print(json.dumps(figures) if as_json else f"median {figures['median_us']:.2f} us, p99 {figures['p99_us']:.2f} us")
