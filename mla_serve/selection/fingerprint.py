@@ -45,7 +45,7 @@ class Fingerprint:
         """Of this process on `device`; `libraries` are distribution names, those not installed are left out."""
         versions = {name: version for name in sorted(set(libraries)) if (version := _version(name)) is not None}
         versions.pop("torch", None)
-        common: dict[str, Any] = {"torch": torch.__version__, "source": _source_hash(), "libraries": versions}
+        common: dict[str, Any] = {"torch": str(torch.__version__), "source": _source_hash(), "libraries": versions}
         if device.type != "cuda":
             return cls(device=_cpu_model(), threads=torch.get_num_threads(), **common)
         properties = torch.cuda.get_device_properties(device)
