@@ -71,7 +71,7 @@ def error_response(error: ApiError) -> Response:
 HTTP_MESSAGES = {
     404: "There is no such route; see /docs for those there are.",
     405: "This route does not take that method.",
-    400: "The body could not be read; send a JSON object.",
+    400: "The body is not valid JSON.",
 }
 
 

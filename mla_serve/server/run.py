@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from mla_serve.engine.base import Engine, EngineDeadError
+from mla_serve.engine.base import Engine, EngineDeadError, Request, Sampling
 from mla_serve.errors import UserError
 from mla_serve.server.app import create_app
 from mla_serve.server.banner import banner
@@ -89,6 +89,18 @@ async def start_engine(settings: ServerSettings) -> Engine:
         raise UserError(f"the engine did not start: {error}") from error
 
 
+async def _warm_up(engine: Engine) -> None:
+    """Two tokens, so that a first client waits for nothing and the kernels in force can be shown. Raises UserError."""
+    prompt = [0] * max(1, min(32, engine.info.max_model_len - 2))
+    sampling = Sampling(max_tokens=min(2, engine.info.max_model_len - len(prompt)), temperature=0.0, ignore_eos=True)
+    try:
+        async for step in engine.generate(Request("warm-up", prompt, sampling)):
+            if step.finish_reason == "error":
+                raise UserError(f"the engine cannot make a token: {step.error}")
+    except EngineDeadError as error:
+        raise UserError(f"the engine ended over its first tokens: {error}") from error
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handlers, since a signal drains first; `listening` is set once it accepts connections."""
 
@@ -130,6 +142,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         if not ready.done():
             return 0
         engine, tokenizer = ready.result()
+        await _warm_up(engine)
         return await _run(create_app(engine, settings, tokenizer), settings, listener, signals)
     finally:
         for task in (starting, loading, stopped):

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mla_serve.server.body import JsonRoute
 from mla_serve.server.errors import bad_request
 from mla_serve.server.generation import Delta, plan
 from mla_serve.server.logprobs import chat_logprobs
@@ -18,7 +19,7 @@ from mla_serve.server.responses import ChatCompletion
 from mla_serve.server.state import ServerState, State
 from mla_serve.server.text import IN_LOOP
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
 # Arguments of transformers' apply_chat_template, which a client must not reach through chat_template_kwargs.
 RESERVED = frozenset({

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mla_serve.server.body import JsonRoute
 from mla_serve.server.generation import Delta, plan
 from mla_serve.server.logprobs import completion_logprobs
 from mla_serve.server.protocol import CompletionBody
@@ -15,7 +16,7 @@ from mla_serve.server.respond import respond
 from mla_serve.server.responses import Completion
 from mla_serve.server.state import ServerState, State
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
 
 class CompletionShape:
