@@ -1,7 +1,7 @@
 """Page accounting: who holds what, what is shared, what is evicted first."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_serve.engine.embedded.kv_cache import PageAllocator, extend_page_keys
@@ -111,6 +111,7 @@ def test_suspect_pages_are_zeroed_once_nobody_holds_them_and_never_shared_again(
     pages.check()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.booleans(), st.booleans()), max_size=60))
 def test_every_page_is_always_in_one_place(ops):
     """Sequences of a tiny alphabet come and go in any order; in the end all pages are free."""

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_serve.engine.base import Request, Sampling
@@ -75,6 +75,7 @@ def test_top_p_counts_within_top_k():
     assert set(draws(row, top_p=0.5)) == {0, 1}
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12),
     st.integers(0, 2**64 - 1),

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 WATCH = 0.1  # seconds between looks at a process that says nothing
 GRACE = 5.0  # seconds from Stop to SIGKILL
+COMMAND = (sys.executable, "-P", "-m", "mla_serve.engine.embedded.process")  # -P: the working directory is no place for modules
 
 
 class EmbeddedEngine:
@@ -283,7 +284,7 @@ def _spawn(launch: m.Launch) -> subprocess.Popen[bytes]:
     root = str(Path(mla_serve.__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "mla_serve.engine.embedded.process"],
+        COMMAND,
         stdin=subprocess.PIPE,
         stdout=2,
         env={**os.environ, "PYTHONPATH": path},

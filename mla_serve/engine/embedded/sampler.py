@@ -24,6 +24,7 @@ def uniform(seed: int, position: int) -> float:
     return float((int.from_bytes(digest, "little") >> 12) * 2.0**-52)
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, seqs: Rows[Sequence]) -> list[Sampled | None]:
     """Picks one token per row of `logits` [rows, vocab] (float32), row i for `seqs[i]`.
 
