@@ -178,11 +178,11 @@ class _Judge:
         scale = expected.norm()
         error = float((out.float() - expected).norm() / scale) if scale else float(out.float().abs().max())
         self.errors.append(error)
-        if lse is not None:
-            self._compare_lse(lse, expected_lse)
         if error > tolerance(self.shape):
             what = f"output off by {error:.2%}" if scale else f"output {error:.3g} in a row that has no keys and must be zero"
             raise _Failed(f"{what}, relative L2; at most {tolerance(self.shape):.3g}" if scale else what)
+        if lse is not None:
+            self._compare_lse(lse, expected_lse)
 
     def _compare_lse(self, lse: Tensor, expected: Tensor) -> None:
         empty = expected == -math.inf

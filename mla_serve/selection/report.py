@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mla_serve.selection.decision import CandidateResult, Decision
 from mla_serve.selection.paddings import describe
@@ -103,7 +104,7 @@ def _print(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]
     if console.is_terminal:
         table = Table(*header, header_style="bold")
         for row, style in zip(rows, styles, strict=True):
-            table.add_row(*row, style=style)
+            table.add_row(*(Text(cell) for cell in row), style=style)  # Text: a reason may hold brackets
         console.print(table)
         return
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]

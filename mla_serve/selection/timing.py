@@ -16,6 +16,7 @@ import torch
 
 Part = Literal["run", "plan"]
 
+
 class Trial(Protocol):
     """A candidate that is ready to run: one call, or one plan."""
 
@@ -66,8 +67,8 @@ class Timing:
 def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> list[Timing]:
     """Times all trials in interleaved rounds, in their order.
 
-    A trial drops out once even its fastest round, of two at least, is `effort.stop_at` times the best trial's median. With one trial
-    left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
+    A trial drops out once even its fastest round, of two at least, is `effort.stop_at` times the best trial's median. With one
+    trial left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
     """
     timings = [Timing() for _ in trials]
     spent = 0.0
