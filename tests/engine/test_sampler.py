@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_serve.engine.base import Request, Sampling
-from mla_serve.engine.embedded.sampler import sample, uniform
+from mla_serve.engine.embedded.sampler import _truncate, sample, uniform
 from mla_serve.engine.embedded.sequence import Sequence
 
 
@@ -73,6 +73,30 @@ def test_top_p_counts_within_top_k():
     row = [math.log(0.4), math.log(0.4), math.log(0.2)]
     assert set(draws(row, top_k=2, top_p=0.5)) == {0}
     assert set(draws(row, top_p=0.5)) == {0, 1}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1e-3, 0.1, 0.1001, 0.5]), min_size=6, max_size=6), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 7), st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.999, 1.0])), min_size=4, max_size=4),
+)
+def test_the_shortlist_cuts_where_the_whole_vocabulary_would(weights, settings):
+    """Many ties and short lists, so that cuts fall beyond the list and among equals at its end."""
+    probs = torch.tensor(weights, dtype=torch.float64) + 1e-9
+    probs /= probs.sum(dim=-1, keepdim=True)
+    top_k, top_p = zip(*settings[: len(weights)], strict=True)
+    whole = _truncate(probs, top_k, top_p, shortlist=6)
+    for row, k, p, kept in zip(probs.tolist(), top_k, top_p, whole.tolist(), strict=True):
+        ranking = sorted(range(6), key=lambda i: (-row[i], i))[: k or 6]
+        total, before, expected = sum(row[i] for i in ranking), 0.0, set()
+        for i in ranking:
+            if before < p * total - 1e-12 or p == 1:
+                expected.add(i)
+            before += row[i]
+        got = {i for i, value in enumerate(kept) if value}
+        assert got == expected or abs(sum(row[i] for i in expected) - p * total) < 1e-9
+    for shortlist in range(1, 6):
+        assert torch.equal(_truncate(probs, top_k, top_p, shortlist=shortlist), whole)
 
 
 @settings(deadline=None)
