@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_serve.backends.base import AttentionError, Backend, Plan, State
+from mla_serve.backends.base import AttentionError, Backend, Plan
+from mla_serve.backends.padded import PaddedState
 from mla_serve.selection.inputs import GARBAGE, Call, limits_of, make_call, poison
 from mla_serve.shapes import AttentionShape
 
@@ -55,21 +56,28 @@ def lse_tolerance(lse: Tensor) -> Tensor:
 def check(backend: Backend, shape: AttentionShape, *, seed: int, clean_pool: bool = False) -> GateResult:
     """Runs `backend` (maybe a Padded) on batches of `shape`'s kind and says whether it may serve.
 
-    In order: a ragged batch with empty rows and +-1e4 in every slot that must not be read, its output pre-filled with NaN; a
-    smaller batch of other lengths on the same plan, so that what the first left behind shows; the same with NaN in those
-    slots. All inputs must be byte-identical afterwards. `clean_pool` says that the cache never holds NaN, which forgives a
-    kernel that lets one through; else that disqualifies it. Raises what the kernel raises in `prepare` or its first run.
+    In order: a ragged batch with empty rows and +-1e4 in every slot that must not be read, its output pre-filled with NaN; the
+    same again while a second plan is live; a smaller batch of other lengths on that very plan, so that what the first left
+    behind shows; the same with NaN in those slots. Buffers of a padded form are full of NaN before each run, and all inputs
+    must be byte-identical afterwards. `clean_pool` says that the cache never holds NaN, which forgives a kernel that lets one
+    through; else that disqualifies it. Raises what the kernel raises in `prepare` or its first run.
     """
     judge = _Judge(backend, shape)
     first, second = _first_sizes(shape, backend.device), _second_sizes(shape, backend.device)
     state = backend.prepare(shape, limits_of(first, second))
     longest = max(*first[1], *second[1])  # one width of block table for both, as a captured graph needs
     try:
-        call = make_call(shape, *first, backend.device, seed=seed, max_kv=longest)
-        plan = judge.run(call, state, None, need_lse=shape.lse, what="on a ragged batch")
-        call = make_call(shape, *second, backend.device, seed=seed + 1, max_kv=longest)
-        plan = judge.run(call, state, plan, need_lse=backend.gives_lse, what="with other lengths on the same plan")
-        judge.run_with_nan(call, state, plan)
+        large = make_call(shape, *first, backend.device, seed=seed, max_kv=longest)
+        small = make_call(shape, *second, backend.device, seed=seed + 1, max_kv=longest)
+        plan = backend.plan(state, large.batch, scale=large.scale)
+        judge.run(large, plan, need_lse=shape.lse, what="on a ragged batch", may_raise=True)
+        backend.plan(state, small.batch, scale=small.scale)
+        judge.run(
+            large, plan, need_lse=shape.lse, what="without an output of ours, while a second plan is live", give_out=False
+        )
+        plan = judge.replan(small, plan)
+        judge.run(small, plan, need_lse=backend.gives_lse, what="with other lengths on the same plan")
+        judge.run_with_nan(small, plan)
     except _Failed as failed:
         return judge.result(str(failed))
     if judge.leaks_nan and not clean_pool:
@@ -101,30 +109,40 @@ class _Judge:
     def result(self, failure: str | None) -> GateResult:
         return GateResult(max(self.errors, default=None), max(self.lse_errors, default=None), self.leaks_nan, failure)
 
-    def run(self, call: Call, state: State, reuse: Plan | None, *, need_lse: bool, what: str) -> Plan:
-        """Plans and runs `call`, and compares. Returns the plan. An exception of a plan's second use is a failure."""
+    def run(self, call: Call, plan: Plan, *, need_lse: bool, what: str, may_raise: bool = False, give_out: bool = True) -> None:
+        """Runs `call` and compares. An exception is a failure, unless it is the first run's and `may_raise`."""
         out, before = call.empty_output(math.nan), _bytes(call)
+        if isinstance(plan.state, PaddedState):
+            for buffer in plan.state.buffers.values():
+                buffer.fill_(math.nan)
         try:
-            plan = self.backend.plan(state, call.batch, scale=call.scale, reuse=reuse)
-            result, lse = call.run(self.backend, plan, need_lse=need_lse, out=out)
+            result, lse = call.run(self.backend, plan, need_lse=need_lse, out=out if give_out else None)
         except Exception as error:
-            if reuse is None or isinstance(error, torch.OutOfMemoryError):
+            if may_raise or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise _Failed(f"raised {describe(error)} {what}") from error
         try:
             self.untouched(call, before)
-            self.form(call, result, out, lse, need_lse)
-            self.compare(call, out, lse)
+            self.form(result, out, lse, need_lse=need_lse, same=give_out)
+            self.compare(call, result, lse)
         except _Failed as failed:
             raise _Failed(f"{failed} ({what})") from None
-        return plan
 
-    def run_with_nan(self, call: Call, state: State, plan: Plan) -> None:
+    def replan(self, call: Call, plan: Plan) -> Plan:
+        """`plan`, refreshed for `call`."""
+        try:
+            return self.backend.plan(plan.state, call.batch, scale=call.scale, reuse=plan)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _Failed(f"raised {describe(error)} when a plan was refreshed") from error
+
+    def run_with_nan(self, call: Call, plan: Plan) -> None:
         """The same call again with NaN where nobody may read: right still, or it leaks."""
         poison(call, math.nan)
         known = len(self.errors), len(self.lse_errors)
         try:
-            self.run(call, state, plan, need_lse=self.backend.gives_lse, what="with NaN in unread slots")
+            self.run(call, plan, need_lse=self.backend.gives_lse, what="with NaN in unread slots")
         except _Failed:
             # With finite garbage this very call was right, so what is wrong now is the NaN.
             self.leaks_nan = True
@@ -137,10 +155,12 @@ class _Judge:
             if not torch.equal(buffer, old):
                 raise _Failed(f"wrote into its input ({name})")
 
-    def form(self, call: Call, result: Tensor, out: Tensor, lse: Tensor | None, need_lse: bool) -> None:
-        if result.shape != out.shape or not result.is_contiguous():
-            raise _Failed(f"returned an output of {list(result.shape)}, strides {list(result.stride())}, for {list(out.shape)}")
-        if result.data_ptr() != out.data_ptr() and out.numel():
+    def form(self, result: Tensor, out: Tensor, lse: Tensor | None, *, need_lse: bool, same: bool) -> None:
+        """Shapes, strides and dtypes of what came back for `out`; `same`: it must be that very memory."""
+        if result.shape != out.shape or result.dtype != out.dtype or not result.is_contiguous():
+            got = f"{list(result.shape)} {result.dtype}, strides {list(result.stride())}"
+            raise _Failed(f"returned an output of {got}, for {list(out.shape)} {out.dtype}")
+        if same and result.data_ptr() != out.data_ptr():
             raise _Failed("did not write into the output it was given")
         if need_lse and lse is None:
             raise _Failed("gave no LSE though one was asked for")

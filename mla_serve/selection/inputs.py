@@ -117,13 +117,13 @@ def _unabsorbed(
 ) -> Call:
     dtype, tokens, kv_tokens = torch_dtype(shape.dtype), sum(q_lens), sum(kv_lens)
     nope = max(shape.qk - shape.rope, 0)
-    q = _random((tokens, shape.heads, shape.qk), dtype, generator)
-    packed = _random((kv_tokens, shape.heads, nope + shape.v), dtype, generator)  # as the up-projection of the latents gives it
-    k = _random((kv_tokens, shape.heads, shape.qk), dtype, generator)
+    # One row more than is used, before the others: what is read from the base pointer of a buffer is a trap.
+    q = _random((1 + tokens, shape.heads, shape.qk), dtype, generator)
+    packed = _random((1 + kv_tokens, shape.heads, nope + shape.v), dtype, generator)  # as an up-projection gives it
+    k = _random((1 + kv_tokens, shape.heads, shape.qk), dtype, generator)
     batch = BatchLayout.make(q_lens, kv_lens, device)
-    return Call(
-        shape, batch, _SCALE * shape.qk**-0.5, (q, k, packed[..., nope:]), (q, k, packed), (packed[..., :nope],) if nope else ()
-    )
+    unread = (q[:1], k[:1], packed[:1], *((packed[..., :nope],) if nope else ()))
+    return Call(shape, batch, _SCALE * shape.qk**-0.5, (q[1:], k[1:], packed[1:, :, nope:]), (q, k, packed), unread)
 
 
 def _absorbed(
@@ -133,24 +133,27 @@ def _absorbed(
     assert shape.page_size is not None
     page, tokens, needs = shape.page_size, sum(q_lens), [math.ceil(kv / shape.page_size) for kv in kv_lens]
     width, used = max(1, math.ceil(max_kv / page), *needs), sum(needs)
-    pages = used + 2  # pages of nobody: what lies in them must not matter
-    order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
+    pages = used + 2  # two pages of nobody: what lies in them must not matter
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(generator.initial_seed()), dtype=torch.int32)
     table = order[-1].repeat(len(needs), width)
-    cache = _random((pages, page, shape.qk), torch_dtype(shape.dtype), generator)
+    layers = _random((pages + 1, page, shape.qk), torch_dtype(shape.dtype), generator)
     scale = 1.0
     if shape.cache_dtype is not None and shape.cache_dtype != shape.dtype:
-        cache, scale = cache.to(torch_dtype(shape.cache_dtype)), CACHE_SCALE
-    unread, at = [cache[int(order[i])] for i in range(used, pages)], 0
+        layers, scale = layers.to(torch_dtype(shape.cache_dtype)), CACHE_SCALE
+    cache = layers[1:]  # a layer's cache does not start where the buffer does
+    unread, at = [layers[0], *(cache[int(page_id)] for page_id in order[used:])], 0
     for request, (need, kv_len) in enumerate(zip(needs, kv_lens, strict=True)):
         table[request, :need] = order[at : at + need]
         if kv_len % page:
             unread.append(cache[int(order[at + need - 1]), kv_len % page :])
         at += need
+    table = table.to(device)
     batch = BatchLayout.make(q_lens, kv_lens, device, block_table=table, page_size=page)
     q_nope = _random((tokens, shape.heads, shape.v), torch_dtype(shape.dtype), generator)
     q_pe = _random((tokens, shape.heads, shape.qk - shape.v), torch_dtype(shape.dtype), generator)
-    tensors = (q_nope, q_pe, cache)
-    return Call(shape, batch, _SCALE * shape.qk**-0.5 / scale, tensors, (*tensors, table), tuple(unread), cache_scale=scale)
+    buffers = (q_nope, q_pe, layers, table)
+    logits = _SCALE * shape.qk**-0.5 / scale
+    return Call(shape, batch, logits, (q_nope, q_pe, cache), buffers, tuple(unread), cache_scale=scale)
 
 
 def _random(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_serve.backends.base import AttentionError, Kind
+from mla_serve.backends.base import AttentionError, Backend, Kind
 from mla_serve.backends.padded import Padding
 from mla_serve.backends.registry import load_backends
 from mla_serve.errors import UserError
@@ -17,6 +17,7 @@ from mla_serve.selection.selector import Selector
 from mla_serve.selection.table import DecisionTable
 from mla_serve.selection.timing import Effort, Measure
 from mla_serve.shapes import AttentionShape, Bucket
+from tests.backends.mutants import Log2Lse
 from tests.selection.fakes import (
     DEEPSEEK,
     EQUAL,
@@ -29,7 +30,6 @@ from tests.selection.fakes import (
     prefill,
     times,
 )
-from tests.selection.mutants import Log2Lse
 
 PAD = Padding(192, 192, 4)
 
@@ -42,7 +42,7 @@ def only_192(shape: AttentionShape) -> str | None:
     return None if shape.qk <= 192 else "up to 192"
 
 
-def selector(device: torch.device, *backends: Fake, clock: Measure | None = None, **other: object) -> Selector:
+def selector(device: torch.device, *backends: Backend, clock: Measure | None = None, **other: object) -> Selector:
     return Selector(device, backends=backends, measure=clock, **other)  # type: ignore[arg-type]
 
 
@@ -86,10 +86,10 @@ def test_a_probe_asks_each_form_once_and_a_hit_asks_nothing(cpu: torch.device) -
 
 
 def test_k03_a_wrong_base_is_disqualified_by_name_and_the_next_best_serves(cpu: torch.device) -> None:
-    clock = times({"Log2Lse": 0.1, "Log2Lse+pad": 0.1, "honest": 5.0, "honest+pad": 9.0})
-    decision = selector(cpu, Log2Lse(), Fake("honest"), clock=clock).measure(context())
+    clock = times({"log2-lse": 0.1, "log2-lse+pad": 0.1, "honest": 5.0, "honest+pad": 9.0})
+    decision = selector(cpu, Log2Lse(cpu), Fake("honest"), clock=clock).measure(context())
     assert decision.label == "honest"
-    wrong = rows(decision)["Log2Lse", False]
+    wrong = rows(decision)["log2-lse", False]
     assert wrong.verdict == "disqualified"
     assert "LSE off by 44% (base 2: times ln 2 it is right)" in (wrong.reason or "")
     assert wrong.ms is None, "what is wrong is not timed"
@@ -224,9 +224,9 @@ def test_the_last_resort_that_is_wrong_serves_nobody(cpu: torch.device) -> None:
 
 
 def test_the_last_resort_stands_in_where_all_are_out(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    decision = selector(cpu, Log2Lse(), clock=times({})).measure(context())
+    decision = selector(cpu, Log2Lse(cpu), clock=times({})).measure(context())
     assert decision.label == "torch-math"
-    assert rows(decision)["Log2Lse", False].verdict == "disqualified"
+    assert rows(decision)["log2-lse", False].verdict == "disqualified"
     assert "last resort" in caplog.text
 
 
