@@ -33,7 +33,8 @@ def _byte_alphabet() -> dict[str, int]:
 class PieceTable:
     """Which bytes a token stands for, read from the tokenizer's decoder; looked up once per id and kept.
 
-    `strip` counts the spaces that the decoder takes off the front of a text (SentencePiece's dummy prefix).
+    `strip` counts the spaces that the decoder takes off the front of a text (SentencePiece's dummy prefix); with `bare_start`
+    it takes every space out of the first token instead.
     """
 
     def __init__(self, decoder: Mapping[str, Any] | None, token: Callable[[int], str | None]) -> None:
@@ -43,7 +44,7 @@ class PieceTable:
         self._replace: list[tuple[str, str]] = []
         self._byte_fallback = False
         self._prefix = ""
-        self.strip = 0
+        self.strip, self.bare_start = 0, False
         if decoder is None:  # such tokenizers write one word a token
             self._prefix, self.strip = " ", 1
         else:
@@ -64,7 +65,7 @@ class PieceTable:
                 self.strip = start
             case {"type": "Metaspace", "replacement": str(old)}:
                 self._replace.append((old, " "))
-                self.strip = 0 if step.get("prepend_scheme") == "never" else 1
+                self.bare_start = step.get("prepend_scheme") != "never"
             case _:
                 raise UserError(f"tokenizer.json has the decoder {step.get('type')}, which this server cannot stream")
 
@@ -98,13 +99,16 @@ class Detokenizer:
     def __init__(self, pieces: PieceTable, skipped: frozenset[int]) -> None:
         self._pieces, self._skipped = pieces, skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = pieces.strip
+        self._strip, self._bare = pieces.strip, pieces.bare_start
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is unfinished."""
         if token_id in self._skipped:
             return ""
-        text = self._utf8.decode(self._pieces[token_id])
+        piece = self._pieces[token_id]
+        if self._bare:
+            piece, self._bare = piece.replace(b" ", b""), False
+        text = self._utf8.decode(piece)
         while self._strip and text:
             text, self._strip = (text[1:], self._strip - 1) if text[0] == " " else (text, 0)
         return text
