@@ -83,7 +83,7 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve MODEL over HTTP, OpenAI-compatible."""
-    from mla_serve.engine.embedded.core import EngineConfig
+    from mla_serve.engine.embedded import EngineConfig
     from mla_serve.models import resolve
     from mla_serve.selection import parse_pins
     from mla_serve.server.run import serve as run

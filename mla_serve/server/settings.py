@@ -32,7 +32,7 @@ class ServerSettings:
     body_limit: int = 8 * 1024 * 1024
     chat_template: Path | None = None
     drain_timeout: float = 30.0
-    heartbeat_limit: float = 5.0
+    heartbeat_limit: float = 30.0
     death_linger: float = 2.0
 
     @property
