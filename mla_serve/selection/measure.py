@@ -7,16 +7,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from mla_serve.backends.base import AttentionError, Plan, State
+from mla_serve.errors import UserError
 from mla_serve.selection import timing
 from mla_serve.selection.candidates import Candidate
 from mla_serve.selection.decision import CandidateResult, Verdict
+from mla_serve.selection.floor import traffic
 from mla_serve.selection.gate import GateResult, check, describe, spot_check
 from mla_serve.selection.inputs import Call, full_size, limits_of, make_call
 from mla_serve.selection.timing import Effort, Measure
 from mla_serve.shapes import AttentionShape
+
+
+class TooLarge(UserError):
+    """A bucket whose inputs do not fit into memory, so that nothing can be measured."""
 
 
 @dataclass(slots=True)
@@ -80,8 +87,9 @@ class InProcess:
     def __call__(self, shape: AttentionShape, candidates: Sequence[Candidate]) -> list[CandidateResult]:
         """One row per candidate, in their order: figures for those that ran, a verdict and reason for those that are out.
 
-        The verdict of a row with `ms` is preliminary; `ranking.rank` gives it.
+        The verdict of a row with `ms` is preliminary; `ranking.rank` gives it. Raises TooLarge before anything is allocated.
         """
+        _make_room(shape, self.device)
         seed = zlib.crc32(str(shape).encode())  # the same inputs for the same bucket, others for each candidate
         call = make_call(shape, *full_size(shape), self.device, seed=seed)
         rows: list[CandidateResult] = []
@@ -125,6 +133,18 @@ class InProcess:
         if full.failure is not None:
             return None, _row(candidate, worst, "disqualified", full.failure)
         return trial, _row(candidate, worst, "slower", None)
+
+
+def _make_room(shape: AttentionShape, device: torch.device) -> None:
+    """Raises TooLarge unless inputs, and a copy of them as a kernel may make, fit into the memory that is free."""
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    needed = 2 * traffic(shape)
+    if needed > free:
+        raise TooLarge(
+            f"{shape.phase.value} of {shape.batch} x {shape.q_len} on {shape.kv_len} tokens needs about "
+            f"{needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} GiB are free; ask for a smaller batch or shorter keys"
+        )
 
 
 def _larger(a: float | None, b: float | None) -> float | None:

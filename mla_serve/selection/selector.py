@@ -20,7 +20,7 @@ from mla_serve.selection.candidates import Candidate, candidates, check, padded_
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.floor import Rates
-from mla_serve.selection.measure import InProcess
+from mla_serve.selection.measure import InProcess, TooLarge
 from mla_serve.selection.pins import Pin, PinError, by_phase
 from mla_serve.selection.ranking import rank
 from mla_serve.selection.table import DecisionTable
@@ -92,7 +92,10 @@ class Selector:
             self.table.put(decision, save=False)
             return decision
         if self.on_demand:
-            return self.measure(shape)
+            try:
+                return self.measure(shape)
+            except TooLarge as error:
+                logger.warning("%s", error)
         return self._nearest(bucket) or self._by_class(
             bucket, note="not measured, nor is any bucket like it; chosen by kernel class until `mla-serve probe` has run"
         )
@@ -100,7 +103,8 @@ class Selector:
     def measure(self, shape: AttentionShape) -> Decision:
         """Measures the bucket of `shape` now, whatever the table holds, and puts the decision into the table.
 
-        Takes seconds and runs every candidate in this process. Raises AttentionError if not even the last resort is right.
+        Takes seconds and runs every candidate in this process. Raises UserError if not even the last resort is right, and
+        TooLarge (one of them) for inputs that do not fit into memory.
         """
         bucket = Bucket.of(shape)
         found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)

@@ -182,6 +182,14 @@ def test_on_demand_measures_once(cpu: torch.device) -> None:
     assert len(calls) == measured
 
 
+def test_what_does_not_fit_into_memory_is_not_measured(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    huge = decode(DEEPSEEK, batch=1 << 14, kv_len=1 << 20)
+    with pytest.raises(UserError, match=r"needs about \d+\.\d GiB to measure"):
+        selector(cpu, Fake()).measure(huge)
+    assert selector(cpu, Fake(), on_demand=True).decide(huge).policy == "availability"
+    assert "are free; ask for a smaller batch" in caplog.text
+
+
 def test_decisions_survive_in_the_file(cpu: torch.device, tmp_path: Path) -> None:
     path, clock = tmp_path / "decisions.json", times({"fake": 1.0})
     first = selector(cpu, Fake(), clock=clock, table=DecisionTable.load(path)).measure(decode())
