@@ -103,7 +103,7 @@ class BoundSelector:
             if decision.policy == "pinned":
                 raise PinError(f"the pinned kernel cannot serve {decision.bucket}: {error}") from error
             logger.warning("%s cannot be prepared for %s: %s", decision.label, decision.bucket, error)
-            decision = self._selector.last_resort(decision.bucket, f"{decision.label} could not be prepared: {error}")
+            decision = self._selector.last_resort(decision.bucket, note=f"{decision.label} could not be prepared: {error}")
             kernel = self._prepare(decision)
         self._kernels[key] = kernel
         return kernel

@@ -59,7 +59,8 @@ class Selector:
     ) -> None:
         if policy not in ("measured", "availability"):
             raise UserError(f"there is no policy {policy!r}; use measured or availability")
-        self.device, self.policy, self.on_demand, self.layers, self.host_lens = device, policy, on_demand, layers, host_lens
+        self.device, self.policy, self.on_demand, self.layers = device, policy, on_demand, layers
+        self.host_lens, self.clean_pool = host_lens, clean_pool
         self.table = DecisionTable() if table is None else table
         self.backends = list(load_backends(device) if backends is None else backends)
         self._by_name = {backend.name: backend for backend in self.backends}
@@ -111,7 +112,7 @@ class Selector:
         rows = rank(self._measurer(bucket.shape, found), self.layers)
         chosen = next((row for row in rows if row.verdict == "chosen"), None)
         if chosen is None:
-            return self._last_resort(bucket, rows)
+            return self.last_resort(bucket, rows)
         decision = replace(
             self._decision(bucket, "measured", chosen.backend, chosen.padding, rows),
             floor_ms=self._rates.floor_ms(bucket.shape),
@@ -129,9 +130,18 @@ class Selector:
         backend = self._by_name.get(decision.winner) or load_backends(self.device, only={decision.winner})[0]
         return backend if decision.padding is None else Padded(backend, decision.padding)
 
-    def last_resort(self, bucket: Bucket, reason: str) -> Decision:
-        """torch's own math for `bucket`, with `reason` as the note."""
-        return self._last_resort(bucket, [], reason)
+    def last_resort(self, bucket: Bucket, rows: Sequence[CandidateResult] = (), note: str | None = None) -> Decision:
+        """torch's own math for `bucket`, with the rows of those that cannot. Raises UserError if it cannot either."""
+        name = LAST_RESORT[bucket.shape.absorbed]
+        wrong = next((row for row in rows if row.backend == name and row.verdict == "disqualified" and not row.padding), None)
+        if wrong is not None:
+            raise UserError(f"no kernel can serve {bucket}: even {name}, the last resort, is wrong here ({wrong.reason})")
+        backend = self._by_name.get(name) or load_backends(self.device, only={name})[0]
+        backend.require(bucket.shape)
+        rows = [row for row in rows if (row.backend, row.padding) != (name, None)]
+        rows.append(CandidateResult(name, None, "chosen", "last resort: no other kernel can serve this"))
+        logger.warning("%s is served by %s, the last resort: no other kernel can", bucket, name)
+        return self._decision(bucket, "availability", name, None, rows, note)
 
     def page_size(self, dims: MLADims, *, dtype: DType, batch: int = 8, kv_len: int = 2048) -> int:
         """For a deployment that leaves it open: the page size whose decode is the fastest, or of the best kernel class.
@@ -159,9 +169,14 @@ class Selector:
 
     def _hit(self, bucket: Bucket) -> Decision | None:
         decision = self.table.get(bucket, self.policy, self.fingerprint)
-        if decision is None or decision.winner not in self._by_name:
-            return None
-        return self._ranked_here(decision)
+        return self._ranked_here(decision) if decision is not None and self._usable(decision) else None
+
+    def _usable(self, decision: Decision) -> bool:
+        """Whether this deployment is at least as kind to the winner as the one that measured it. Asks no backend."""
+        backend, row = self._by_name.get(decision.winner), decision.chosen
+        if backend is None or (backend.needs_host_lens and not self.host_lens):
+            return False
+        return self.clean_pool or row is None or not row.leaks_nan
 
     def _ranked_here(self, decision: Decision) -> Decision:
         """The same figures ranked for this model's number of layers: a plan is shared by all of them."""
@@ -179,14 +194,15 @@ class Selector:
             layers=self.layers,
             library=backend.library,
         )
-        return decision if again.fingerprint.mismatch(self.fingerprint, again.library) else again
+        holds = self._usable(again) and again.fingerprint.mismatch(self.fingerprint, again.library) is None
+        return again if holds else decision
 
     def _nearest(self, bucket: Bucket) -> Decision | None:
         """The decision of the nearest measured bucket whose winner takes this one, recorded as borrowed."""
         for near in self.table.near(bucket, "measured", self.fingerprint):
-            if near.winner not in self._by_name:
-                continue
             decision = self._ranked_here(near)
+            if not self._usable(decision):
+                continue
             if check(self.backend_of(decision), bucket.shape, host_lens=self.host_lens).verdict is None:
                 return replace(decision, bucket=bucket, note=f"not measured; as in the nearest measured bucket, {near.bucket}")
         return None
@@ -194,20 +210,8 @@ class Selector:
     def _by_class(self, bucket: Bucket, note: str | None = None) -> Decision:
         winner, rows = availability.choose(bucket.shape, self.backends, host_lens=self.host_lens)
         if winner is None:
-            return self._last_resort(bucket, rows, note)
+            return self.last_resort(bucket, rows, note)
         return self._decision(bucket, "availability", winner.native.name, winner.padding, rows, note)
-
-    def _last_resort(self, bucket: Bucket, rows: Sequence[CandidateResult], note: str | None = None) -> Decision:
-        name = LAST_RESORT[bucket.shape.absorbed]
-        wrong = next((row for row in rows if row.backend == name and row.verdict == "disqualified" and not row.padding), None)
-        if wrong is not None:
-            raise UserError(f"no kernel can serve {bucket}: even {name}, the last resort, is wrong here ({wrong.reason})")
-        backend = self._by_name.get(name) or load_backends(self.device, only={name})[0]
-        backend.require(bucket.shape)
-        rows = [row for row in rows if (row.backend, row.padding) != (name, None)]
-        rows.append(CandidateResult(name, None, "chosen", "last resort: no other kernel can serve this"))
-        logger.warning("%s is served by %s, the last resort: no other kernel can", bucket, name)
-        return self._decision(bucket, "availability", name, None, rows, note)
 
     def _pinned(self, bucket: Bucket, pin: Pin) -> Decision:
         candidate = self._form(bucket, pin)

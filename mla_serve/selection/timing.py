@@ -38,7 +38,7 @@ class Effort:
     """
 
     least_rounds: int = 3
-    most_rounds: int = 15
+    most_rounds: int = 30
     milliseconds: float = 1500.0
     plans: int = 5
     stop_at: float = 3.0

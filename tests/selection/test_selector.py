@@ -199,6 +199,19 @@ def test_decisions_survive_in_the_file(cpu: torch.device, tmp_path: Path) -> Non
     assert selector(cpu, Fake("another"), table=DecisionTable.load(path)).decide(decode()).winner == "another"
 
 
+def test_a_table_of_a_kinder_deployment_gives_no_kernel_that_would_be_wrong_here(cpu: torch.device) -> None:
+    planner, leaky, plain = Fake("planner", needs_host_lens=True), Fake("leaky"), Fake("plain", kinds=lambda _: Kind.UNFUSED)
+    kind = selector(cpu, planner, leaky, plain, clean_pool=True)
+    leaking = CandidateResult("leaky", None, "chosen", ms=1.0, plan_ms=0.0, spread=0.0, leaks_nan=True)
+    kind.table.put(a_decision(decode(batch=1), kind.fingerprint, winner="planner"))
+    kind.table.put(a_decision(decode(batch=8), kind.fingerprint, winner="leaky", rows=(leaking,)))
+    assert kind.decide(decode(batch=1)).winner == "planner"
+    assert kind.decide(decode(batch=8)).winner == "leaky"
+    strict = selector(cpu, planner, plain, leaky, table=kind.table, host_lens=False)
+    assert strict.decide(decode(batch=1)).policy == "availability"
+    assert strict.decide(decode(batch=8)).policy == "availability"
+
+
 def test_a_hit_is_ranked_for_this_models_layers(cpu: torch.device) -> None:
     clock = times({"planner": 1.0, "plain": 1.1}, {"planner": 0.2})
     one = selector(cpu, Fake("planner"), Fake("plain"), clock=clock)
