@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_serve.backends.base import Plan
 from mla_serve.backends.merge import merge
-from mla_serve.engine.embedded.layers import Linear, Norm
+from mla_serve.engine.embedded.layers import Linear, Norm, few_rows
 from mla_serve.engine.embedded.rope import rotate_
 from mla_serve.shapes import MLADims
 
@@ -106,7 +106,10 @@ class Attention:
         up = self.kv_b.weight.view(d.heads, d.nope + d.v, d.latent)
         absorbed = torch.bmm(q[..., : d.nope].transpose(0, 1), up[:, : d.nope]).transpose(0, 1)  # [tokens, heads, latent]
         mixed, _ = decode.kernel.run_decode(absorbed, q[..., d.nope :], cache, decode.plan, need_lse=False)
-        torch.bmm(mixed.transpose(0, 1), up[:, d.nope :].transpose(1, 2), out=out.transpose(0, 1))
+        if few_rows(mixed):
+            out.copy_(torch.bmm(up[:, d.nope :], mixed.permute(1, 2, 0)).permute(2, 0, 1))
+        else:
+            torch.bmm(mixed.transpose(0, 1), up[:, d.nope :].transpose(1, 2), out=out.transpose(0, 1))
 
     def _prefill(self, q: Tensor, latent: Tensor, cache: Tensor, step: StepAttention, prefill: Planned, out: Tensor) -> None:
         """Un-absorbed: new tokens on themselves, causal, then each chunk of cached context, merged by LSE."""

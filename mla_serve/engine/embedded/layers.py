@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["MLP", "Linear", "Norm", "gated"]
+__all__ = ["MLP", "Linear", "Norm", "few_rows", "gated"]
+
+_FEW_ROWS = range(10, 65)
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether W x^T beats x W^T. A CPU's float32 product packs its right-hand side, which for a batch of decodes should be the
+    few tokens and not the weights: 1.3 to 2.5 times as fast from 10 to 64 rows (MKL, AVX-512, hidden 512, 1 and 2 threads)."""
+    return x.shape[0] in _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +27,18 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] to [tokens, out]."""
-        return F.linear(x, self.weight, self.bias)
+        """x [tokens, in] to [tokens, out], contiguous."""
+        if not few_rows(x):
+            return F.linear(x, self.weight, self.bias)
+        y = torch.mm(self.weight, x.t()).t().contiguous()
+        return y if self.bias is None else y.add_(self.bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += x W^T + b, in place: the residual stream is never copied."""
-        total.addmm_(x, self.weight.t())
+        if few_rows(x):
+            total.add_(torch.mm(self.weight, x.t()).t())
+        else:
+            total.addmm_(x, self.weight.t())
         if self.bias is not None:
             total.add_(self.bias)
 

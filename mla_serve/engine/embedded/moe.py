@@ -63,27 +63,35 @@ class MoE:
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += moe(x), in place.
 
-        Each expert sees its rows as one slice, so its weights are read once. The counts are the one thing the host waits for.
-        The sum over a token's experts has a fixed order, so the result does not depend on thread or atomics order.
+        Each expert sees its rows as one slice, so its weights are read once. The sum over a token's experts has a
+        fixed order, so the result does not depend on threads or atomics.
         """
         weights, ids = self.router(x)
         top_k = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=self.gate_up.shape[0]).tolist()
-        rows = x.index_select(0, order // top_k)  # [tokens * top_k, hidden], by expert
-        hidden = rows.new_empty(rows.shape[0], self.gate_up.shape[1])
-        spans, start = [], 0
-        for expert, count in enumerate(counts):
-            if count:
-                spans.append((expert, slice(start, start + count)))
-            start += count
-        for expert, span in spans:
-            torch.mm(rows[span], self.gate_up[expert].t(), out=hidden[span])
-        inner = gated(hidden)
-        for expert, span in spans:
-            torch.mm(inner[span], self.down[expert].t(), out=rows[span])
+        counts = ids.flatten().bincount(minlength=self.gate_up.shape[0])
+        rows = self._experts(x.index_select(0, order // top_k), counts)  # [tokens * top_k, hidden], by expert
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = rows.index_select(0, back).view(-1, top_k, x.shape[1])  # [tokens, top_k, hidden]
         total.add_(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
         if self.shared is not None:
             self.shared.add_to(total, x)
+
+    def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Each expert's MLP over its run of `rows`, `counts` [experts] long. May overwrite `rows`."""
+        if rows.is_cuda and rows.dtype is torch.bfloat16 and rows.shape[1] % 8 == 0 and self.down.shape[2] % 8 == 0:
+            ends = counts.cumsum(0).int()  # stays on the device: the host does not wait
+            hidden = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+            return F.grouped_mm(gated(hidden), self.down.transpose(1, 2), offs=ends)
+        spans, start = [], 0
+        for expert, count in enumerate(counts.tolist()):
+            if count:
+                spans.append((expert, slice(start, start + count)))
+            start += count
+        hidden = rows.new_empty(rows.shape[0], self.gate_up.shape[1])
+        for expert, span in spans:
+            torch.mm(rows[span], self.gate_up[expert].t(), out=hidden[span])
+        inner = gated(hidden)
+        for expert, span in spans:
+            torch.mm(inner[span], self.down[expert].t(), out=rows[span])
+        return rows

@@ -122,6 +122,11 @@ class Runner:
                 rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         return self._model(tokens, self._cache, step, rows)
 
+    @torch.inference_mode()
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Clears pages in every layer: a request whose latents may hold NaN has left them, and some kernels read unused slots."""
+        self._cache.index_fill_(1, torch.tensor(pages, dtype=torch.int64).to(self.device), 0.0)
+
     def _flat(self, work: Sequence[Work]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, positions and cache slots of all new tokens, [tokens] int64 each, moved to the device as one."""
         ids: list[int] = []
