@@ -28,7 +28,14 @@ LONG: dict[str, Any] = {"prompt": "XY", "max_tokens": CAP, "ignore_eos": True}
 def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("strict") / "server.log"
     running = start_server(
-        log, checkpoint, api_keys=KEYS, max_queue=4, body_limit=4096, max_output_tokens=CAP, engine={"max_model_len": 256}
+        log,
+        checkpoint,
+        api_keys=KEYS,
+        max_queue=4,
+        body_limit=4096,
+        max_output_tokens=CAP,
+        heartbeat_limit=2.0,
+        engine={"max_model_len": 256},
     )
     try:
         yield running.wait()
