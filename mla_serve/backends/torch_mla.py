@@ -122,6 +122,8 @@ class TorchMLA(Backend):
         keys = min(longest, _SPLIT)
         counts = (batch.kv_lens.long() + (keys - 1)) // keys * (batch.query_start_loc.diff() > 0)
         owner = torch.repeat_interleave(torch.arange(len(lens)), counts)
+        if not owner.numel():
+            return None, 0, longest
         start = torch.arange(owner.shape[0]) - (counts.cumsum(0) - counts)[owner]  # which item of its request, from 0
         return owner, start.unsqueeze(1) * keys, keys
 

@@ -1,0 +1,71 @@
+"""Every backend with every kind of call that it takes, native and padded: what the contract suite is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mla_serve.backends import Backend, Padded, Padding, Reference, load_backends
+from mla_serve.shapes import AttentionShape, MLADims
+from tests.backends.fakes import FixedBatch, PlanBound
+
+
+def on_gpu(device: torch.device) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test on `device`."""
+    return (pytest.mark.gpu,) if device.type == "cuda" else ()
+
+
+DEVICES = [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
+DEEPSEEK = MLADims(heads=4, nope=128, rope=64, v=128, latent=512)
+SMALL = MLADims(heads=3, nope=32, rope=16, v=32, latent=64)
+ON_DEVICE = [pytest.param(device, id=device.type, marks=on_gpu(device)) for device in DEVICES]
+EQUAL = MLADims(heads=4, nope=64, rope=64, v=128, latent=512)  # Mistral Small 4's widths, 128 and 128
+
+
+@dataclass(frozen=True)
+class Contender:
+    backend: Backend
+    shape: AttentionShape
+
+    def __str__(self) -> str:
+        s, pad = self.shape, getattr(self.backend, "padding", None)
+        to = "" if pad is None else f"-to-{pad.qk}-{pad.v}-{pad.heads}"
+        return f"{self.backend.device.type}-{self.backend.name}{to}-{s.phase.value}-{s.qk}-{s.v}-{s.heads}x{s.q_len}-{s.dtype}"
+
+
+def shapes() -> Iterator[AttentionShape]:
+    for dtype in ("float32", "bfloat16"):
+        for dims in (DEEPSEEK, EQUAL):
+            yield AttentionShape.prefill(dims, batch=3, q_len=16, dtype=dtype, lse=True)
+        yield AttentionShape.context(DEEPSEEK, batch=3, q_len=16, kv_len=64, dtype=dtype)
+        yield AttentionShape.decode(DEEPSEEK, batch=3, kv_len=64, dtype=dtype, page_size=16, lse=True)
+        yield AttentionShape.decode(SMALL, batch=3, kv_len=64, dtype=dtype, page_size=16, q_len=3, lse=True)
+
+
+def paddings(shape: AttentionShape) -> list[Padding]:
+    if shape.absorbed:
+        return [Padding.of(shape, heads=16)]
+    widths = [(shape.qk, shape.qk), (256, 256)] if shape.qk != shape.v else [(256, 256)]
+    return [Padding.of(shape, qk=qk, v=v) for qk, v in widths]
+
+
+def contenders() -> Iterator[Contender]:
+    for device in DEVICES:
+        backends = [*load_backends(device), Reference(device), PlanBound(device), FixedBatch(device)]
+        for backend in backends:
+            if backend.available() is not None:
+                continue
+            for shape in shapes():
+                forms: list[Backend] = [backend, *(Padded(backend, padding) for padding in paddings(shape))]
+                yield from (Contender(form, shape) for form in forms if form.supports(shape) is None)
+
+
+def params(pairs: list[tuple[str, Contender]]) -> list[object]:
+    """pytest parameters: a law and who must keep it."""
+    return [
+        pytest.param(law, contender, id=f"{law}-{contender}", marks=on_gpu(contender.backend.device))
+        for law, contender in pairs
+    ]
