@@ -102,6 +102,7 @@ class _Judge:
 
     def __init__(self, backend: Backend, shape: AttentionShape) -> None:
         self.backend, self.shape = backend, shape
+        self.expected: dict[int, tuple[Tensor, Tensor]] = {}
         self.errors: list[float] = []
         self.lse_errors: list[float] = []
         self.leaks_nan = False
@@ -168,7 +169,10 @@ class _Judge:
             raise _Failed(f"gave an LSE of {list(lse.shape)} {lse.dtype} for {list(out.shape[:2])} float32")
 
     def compare(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        expected, expected_lse = call.expected()
+        # Once per call: what a trap holds changes nothing in the answer.
+        if id(call) not in self.expected:
+            self.expected[id(call)] = call.expected()
+        expected, expected_lse = self.expected[id(call)]
         at = 0
         for q_len in call.batch.q_lens_host or ():
             rows = slice(at, at + q_len)

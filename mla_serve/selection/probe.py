@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from mla_serve.errors import UserError
 from mla_serve.selection.decision import Decision
+from mla_serve.selection.floor import flops
 from mla_serve.selection.selector import Selector
 from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
 
@@ -78,20 +80,35 @@ def grid(
                         ragged=ragged and max_batch > 3, graph=graph,
                     )  # fmt: skip
 
-    return list(dict.fromkeys(Bucket.of(shape).shape for shape in shapes()))
+    # Cheapest first, so that a budget or a kill leaves every phase with something measured.
+    return sorted(dict.fromkeys(Bucket.of(shape).shape for shape in shapes()), key=flops)
 
 
 def probe(
-    selector: Selector, shapes: Sequence[AttentionShape], *, progress: Progress | None = None, again: bool = True
+    selector: Selector,
+    shapes: Sequence[AttentionShape],
+    *,
+    progress: Progress | None = None,
+    again: bool = True,
+    budget_s: float | None = None,
 ) -> list[Decision]:
     """Measures each bucket of `shapes`; every decision is in the table, and in its file, before the next bucket starts.
 
     `again` False keeps what the table already holds, so that an interrupted probe goes on where it stopped. A bucket that no
-    kernel can serve is warned about and left out.
+    kernel can serve is warned about and left out, and so are those that would start after `budget_s` seconds.
     """
     buckets = list(dict.fromkeys(Bucket.of(shape) for shape in shapes))
     decisions: list[Decision] = []
+    began = time.monotonic()
     for done, bucket in enumerate(buckets, start=1):
+        if budget_s is not None and time.monotonic() - began >= budget_s:
+            logger.warning(
+                "%d of %d buckets are not measured: the budget of %g s is spent",
+                len(buckets) - done + 1,
+                len(buckets),
+                budget_s,
+            )
+            break
         held = None if again else selector.table.get(bucket, "measured", selector.fingerprint)
         decision: Decision | None = None
         try:

@@ -29,6 +29,7 @@ def test_the_grid_is_finite_and_made_of_buckets(device: str, least: int, most: i
     assert {shape.phase for shape in shapes} == set(Phase)
     assert {shape.lse for shape in shapes if shape.phase is Phase.PREFILL} == {False, True}
     assert any(shape.ragged for shape in shapes)
+    assert {shape.phase for shape in shapes[: len(shapes) // 2]} == set(Phase), "half a grid has something of each"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -77,6 +78,13 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(cpu: torch.device) -> Non
     assert fake.calls["run"] == runs
     probe(selector, [decode()])
     assert fake.calls["run"] > runs
+
+
+def test_a_spent_budget_leaves_the_rest_unmeasured(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    selector = Selector(cpu, backends=[Fake()], measure=times({"fake": 1.0}))
+    assert probe(selector, [decode(), decode(batch=1)], budget_s=0.0) == []
+    assert "2 of 2 buckets are not measured" in caplog.text
+    assert len(probe(selector, [decode(), decode(batch=1)], budget_s=1e6)) == 2
 
 
 def test_a_bucket_that_nobody_can_serve_does_not_end_the_probe(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
