@@ -10,7 +10,7 @@ from mla_serve.shapes import AttentionShape, MLADims, Phase
 from tests.backends.cases import SCALE, make
 from tests.backends.contenders import DEEPSEEK, ON_DEVICE
 from tests.backends.fakes import FixedHeads
-from tests.backends.laws import agree
+from tests.backends.judging import agree
 
 CPU = torch.device("cpu")
 PREFILL = AttentionShape.prefill(DEEPSEEK, batch=2, q_len=16, dtype="float32", lse=True)

@@ -12,7 +12,7 @@ from mla_serve.backends.torch_mla import TorchMLA
 from mla_serve.shapes import AttentionShape
 from tests.backends.cases import LIMITS, SCALE, Case, make
 from tests.backends.contenders import DEEPSEEK, SMALL
-from tests.backends.laws import agree
+from tests.backends.judging import agree
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape.decode(SMALL, batch=4, kv_len=64, dtype="float32", page_size=16, lse=True)
