@@ -97,11 +97,14 @@ class Padded(Backend):
             tokens, kv_tokens = limits.max_tokens, limits.max_kv_tokens
             sizes = {"q": (tokens, pad.qk), "k": (kv_tokens, pad.qk), "v": (kv_tokens, pad.v)}
         native = {"q": shape.qk, "k": shape.qk, "v": shape.v}
-        buffers = {  # uninitialised: a large one costs a CPU no memory until rows are used
-            name: torch.empty(rows, pad.heads, width, dtype=dtype, device=self.device)
-            for name, (rows, width) in sizes.items()
-            if pad.heads > shape.heads or width > native.get(name, width)
-        }
+        # Uninitialised: a large one costs a CPU no memory until its rows are used.
+        # Normal tensors in any mode: one made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            buffers = {
+                name: torch.empty(rows, pad.heads, width, dtype=dtype, device=self.device)
+                for name, (rows, width) in sizes.items()
+                if pad.heads > shape.heads or width > native.get(name, width)
+            }
         return PaddedState(shape, limits, self.inner.prepare(self.padded(shape), limits), buffers)
 
     def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> PaddedPlan:

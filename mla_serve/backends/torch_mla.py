@@ -77,7 +77,8 @@ class TorchMLA(Backend):
             return MLAState(shape, limits, None)
         dtype = torch_dtype(shape.cache_dtype or shape.dtype)
         rows = max(_SPLIT, _BUFFER_BYTES // (shape.qk * dtype.itemsize))
-        return MLAState(shape, limits, torch.empty(rows, shape.qk, dtype=dtype))
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
+            return MLAState(shape, limits, torch.empty(rows, shape.qk, dtype=dtype))
 
     def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> MLAPlan:
         assert isinstance(state, MLAState)

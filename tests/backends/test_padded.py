@@ -139,3 +139,13 @@ def test_narrow_widths(qk: int, v: int, phase: Phase, device: torch.device) -> N
             agree("K10", form, case, got, case.expected())
             right.append(form.name)
     assert {"torch-math", "torch-math+pad", "torch-flash+pad"} <= set(right)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("torch-flash", PREFILL), ("torch-mla", DECODE)])
+def test_a_state_prepared_in_inference_mode_serves_outside_it(name: str, shape: AttentionShape) -> None:
+    (backend,) = load_backends(CPU, [name])
+    padded = Padded(backend, Padding.of(shape, heads=8) if shape.absorbed else Padding.of(shape, v=192))
+    with torch.inference_mode():
+        state = padded.prepare(shape, Limits(4, 64, 64))
+    case = make(shape, [1, 1], [1, 1], CPU)
+    agree("inference mode", padded, case, case.run(padded, padded.plan(state, case.batch, scale=SCALE)), case.expected())
