@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -13,7 +14,7 @@ from mla_serve.errors import UserError
 from mla_serve.selection.decision import Decision
 from mla_serve.selection.floor import flops
 from mla_serve.selection.selector import Selector
-from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
+from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,10 @@ def grid(
                         ragged=ragged and max_batch > 3, graph=graph,
                     )  # fmt: skip
 
-    # Cheapest first, so that a budget or a kill leaves every phase with something measured.
-    return sorted(dict.fromkeys(Bucket.of(shape).shape for shape in shapes()), key=flops)
+    # The phases in turn and the cheapest first, so that a budget or a kill leaves something measured of each.
+    unique = sorted(dict.fromkeys(Bucket.of(shape).shape for shape in shapes()), key=flops)
+    turns = zip_longest(*([shape for shape in unique if shape.phase is phase] for phase in Phase))
+    return [shape for turn in turns for shape in turn if shape is not None]
 
 
 def probe(
