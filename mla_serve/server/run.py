@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ log = logging.getLogger("mla_serve.server")
 
 WATCH_INTERVAL = 0.25  # seconds between looks at the engine's health
 FLUSH = 5  # seconds that finished answers get to reach their clients
+KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than clients and proxies keep theirs
 LAST_ANSWERS = 1.0  # seconds that requests get to end with an error once the engine has died
 
 
@@ -36,6 +38,7 @@ def serve(settings: ServerSettings) -> int:
     Raises UserError if the address is taken, or if the model cannot be served. Must be called in the main thread.
     """
     _log_to_stderr()
+    _raise_file_limit()
     with contextlib.closing(_bind(settings)) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))
 
@@ -66,12 +69,24 @@ def _bind(settings: ServerSettings) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise UserError(
-            f"cannot listen on {settings.host} port {settings.port} ({error.strerror or error}); "
-            "choose another port, or end the process that has it"
-        ) from error
+        raise _cannot_listen(settings, error) from error
     listener.setblocking(False)
     return listener
+
+
+def _cannot_listen(settings: ServerSettings, error: BaseException | None) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return UserError(
+        f"cannot listen on {settings.host} port {settings.port} ({reason}); choose another port, or end the process that has it"
+    )
+
+
+def _raise_file_limit() -> None:
+    """Each client is an open file, and the usual soft limit of 1,024 is soon reached; the hard one is ours to take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _url(settings: ServerSettings, listener: socket.socket) -> str:
@@ -158,6 +173,7 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
     server = _Uvicorn(
         uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", loop="none", log_config=None, access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=FLUSH,
         )
     )  # fmt: skip
@@ -165,7 +181,11 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
     death = asyncio.create_task(_watch(state))
     first, second = asyncio.create_task(signals.first.wait()), asyncio.create_task(signals.second.wait())
     try:
-        await server.listening.wait()
+        listening = asyncio.create_task(server.listening.wait())
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():  # another process had bound the same port, and listened first
+            listening.cancel()
+            raise _cannot_listen(settings, serving.exception())
         sys.stdout.write(banner(state, _url(settings, listener), await state.engine.decisions()))
         sys.stdout.flush()
         await asyncio.wait({serving, death, first}, return_when=asyncio.FIRST_COMPLETED)

@@ -44,3 +44,19 @@ def test_e04_kill_9_of_the_engine(checkpoint: Path, tmp_path: Path, sigterm: boo
             server.get("/health")
     finally:
         server.close()
+
+
+def test_a_drain_that_takes_too_long_ends_the_stream_with_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    server = start_server(tmp_path / "log", checkpoint, drain_timeout=0.2).wait()
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            body = {"ignore_eos": True}
+            stream = client.completions.create(model=MODEL, prompt="XY", max_tokens=4000, stream=True, extra_body=body)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError) as ended:
+                list(stream)
+            assert ended.value.code == "engine_dead"
+        assert server.process.wait(30) == 0
+    finally:
+        server.close()

@@ -1,4 +1,4 @@
-"""The demo model answers over HTTP, word for word: both dtypes, whole and with chunks and pages of 16, all questions at once."""
+"""The demo model answers over HTTP, word for word: both dtypes, whole and in chunks and pages of 16, all questions at once."""
 
 from __future__ import annotations
 
