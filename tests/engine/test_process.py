@@ -340,8 +340,16 @@ def test_a_server_that_does_not_read_costs_one_step_per_request():
     assert [entry.logprob for entry in b.logprobs] == [-1.0] * 499 + [-2.0]
 
 
-def test_a_containers_quota_bounds_the_threads(tmp_path):
+def test_a_containers_quota_bounds_the_threads(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert available_threads(tmp_path / "cpu.max") == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert available_threads(tmp_path / "cpu.max") == available_threads(tmp_path / "nothing") >= 1
+
+
+def test_omp_num_threads_is_obeyed(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert available_threads() == 7
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert available_threads() != 7
