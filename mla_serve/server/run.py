@@ -74,10 +74,10 @@ def _bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _cannot_listen(settings: ServerSettings, error: BaseException | None) -> UserError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+def _cannot_listen(settings: ServerSettings, error: OSError) -> UserError:
     return UserError(
-        f"cannot listen on {settings.host} port {settings.port} ({reason}); choose another port, or end the process that has it"
+        f"cannot listen on {settings.host} port {settings.port} ({error.strerror or error}); "
+        "choose another port, or end the process that has it"
     )
 
 
@@ -177,15 +177,15 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=FLUSH,
         )
     )  # fmt: skip
+    try:
+        listener.listen(server.config.backlog)
+    except OSError as error:  # another process had bound the same port while we loaded, and listened first
+        raise _cannot_listen(settings, error) from error
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     death = asyncio.create_task(_watch(state))
     first, second = asyncio.create_task(signals.first.wait()), asyncio.create_task(signals.second.wait())
     try:
-        listening = asyncio.create_task(server.listening.wait())
-        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():  # another process had bound the same port, and listened first
-            listening.cancel()
-            raise _cannot_listen(settings, serving.exception())
+        await server.listening.wait()
         sys.stdout.write(banner(state, _url(settings, listener), await state.engine.decisions()))
         sys.stdout.flush()
         await asyncio.wait({serving, death, first}, return_when=asyncio.FIRST_COMPLETED)
