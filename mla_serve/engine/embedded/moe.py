@@ -69,11 +69,14 @@ class MoE:
         weights, ids = self.router(x)
         top_k = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=self.gate_up.shape[0])
+        counts = ids.new_zeros(self.gate_up.shape[0]).index_add_(0, ids.flatten(), torch.ones_like(order))
         rows = self._experts(x.index_select(0, order // top_k), counts)  # [tokens * top_k, hidden], by expert
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = rows.index_select(0, back).view(-1, top_k, x.shape[1])  # [tokens, top_k, hidden]
-        total.add_(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
+        if x.dtype is torch.float32:
+            total.add_(torch.bmm(weights.unsqueeze(1), by_token).squeeze(1))
+        else:  # the products and their sum in float32, rounded once
+            total.add_((by_token * weights.unsqueeze(2)).sum(1))
         if self.shared is not None:
             self.shared.add_to(total, x)
 

@@ -124,7 +124,7 @@ class Runner:
 
     @torch.inference_mode()
     def zero_pages(self, pages: Sequence[int]) -> None:
-        """Clears pages in every layer: a request whose latents may hold NaN has left them, and some kernels read unused slots."""
+        """Clears pages in every layer: a request whose latents may be NaN has left them, and some kernels read unused slots."""
         self._cache.index_fill_(1, torch.tensor(pages, dtype=torch.int64).to(self.device), 0.0)
 
     def _flat(self, work: Sequence[Work]) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,10 +141,10 @@ class Runner:
 
     def _slots(self, work: Work, first: int, end: int) -> np.ndarray:
         """Where tokens first to end of a sequence lie in the flattened cache, int64."""
-        token = np.arange(first, end)
-        if end - first == 1:
-            return np.array([work.seq.pages[first // self.page_size] * self.page_size + first % self.page_size])
         low = first // self.page_size
+        if end - first == 1:
+            return np.array([work.seq.pages[low] * self.page_size + first % self.page_size])
+        token = np.arange(first, end)
         pages = np.array(work.seq.pages[low : -(-end // self.page_size)], dtype=np.int64)
         return pages[token // self.page_size - low] * self.page_size + token % self.page_size
 
