@@ -86,7 +86,8 @@ class Decision:
     `policy` says how it was made: "measured" (timed here), "availability" (by kernel class, nothing timed) or "pinned".
     `note` is set where the figures are not this bucket's own: taken from the nearest measured bucket, or a fallback.
     `library` is the distribution whose version the winner depends on. `floor_ms` is the least time this device's own rates of
-    arithmetic and memory allow, None where nothing was measured.
+    arithmetic and memory allow, None where nothing was measured. `probe_seconds` is how long the
+    measuring of all candidates took.
     """
 
     bucket: Bucket
@@ -100,6 +101,7 @@ class Decision:
     floor_ms: float | None = None
     measured_at: str | None = None
     note: str | None = None
+    probe_seconds: float | None = None
 
     @property
     def label(self) -> str:
@@ -124,6 +126,7 @@ class Decision:
             "fingerprint": self.fingerprint.to_json(),
             "library": self.library,
             "note": self.note,
+            "probe_seconds": _finite(self.probe_seconds),
         }
 
     @classmethod
@@ -145,6 +148,7 @@ class Decision:
             floor_ms=_number(data.get("floor_ms")),
             measured_at=_text(data.get("measured_at")),
             note=_text(data.get("note")),
+            probe_seconds=_number(data.get("probe_seconds")),
         )
 
 

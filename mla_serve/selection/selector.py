@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -108,6 +109,7 @@ class Selector:
         TooLarge (one of them) for inputs that do not fit into memory.
         """
         bucket = Bucket.of(shape)
+        began = time.monotonic()
         found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)
         rows = rank(self._measurer(bucket.shape, found), self.layers)
         chosen = next((row for row in rows if row.verdict == "chosen"), None)
@@ -117,6 +119,7 @@ class Selector:
             self._decision(bucket, "measured", chosen.backend, chosen.padding, rows),
             floor_ms=self._rates.floor_ms(bucket.shape),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            probe_seconds=round(time.monotonic() - began, 3),
         )
         self.table.put(decision)
         return decision

@@ -49,7 +49,17 @@ def test_every_field_survives_the_round_trip() -> None:
     )
     here = Fingerprint("H200", "2.13.0", None, 132, "9.0", "580.65", "13.0", "abc", {"flashinfer-python": "0.6.14"})
     decision = replace(
-        a_decision(prefill(), here, winner="a", rows=rows, layers=27, floor_ms=0.5, library="flashinfer-python", note="why"),
+        a_decision(
+            prefill(),
+            here,
+            winner="a",
+            rows=rows,
+            layers=27,
+            floor_ms=0.5,
+            library="flashinfer-python",
+            note="why",
+            probe_seconds=2.5,
+        ),
         padding=Padding(192, 192, 4),
     )
     again = Decision.from_json(json.loads(json.dumps(decision.to_json(), allow_nan=False)))
