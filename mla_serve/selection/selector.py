@@ -23,7 +23,7 @@ from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.floor import Rates
 from mla_serve.selection.measure import InProcess, TooLarge
 from mla_serve.selection.pins import Pin, PinError, by_phase
-from mla_serve.selection.ranking import rank
+from mla_serve.selection.ranking import Form, rank
 from mla_serve.selection.table import DecisionTable
 from mla_serve.selection.timing import Effort, Measure
 from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
@@ -111,7 +111,7 @@ class Selector:
         bucket = Bucket.of(shape)
         began = time.monotonic()
         found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)
-        rows = rank(self._measurer(bucket.shape, found), self.layers)
+        rows = rank(self._measurer(bucket.shape, found), self.layers, self._neighbour(bucket))
         chosen = next((row for row in rows if row.verdict == "chosen"), None)
         if chosen is None:
             return self.last_resort(bucket, rows)
@@ -185,7 +185,7 @@ class Selector:
         """The same figures ranked for this model's number of layers: a plan is shared by all of them."""
         if decision.layers == self.layers or decision.policy != "measured":
             return decision
-        rows = rank(decision.candidates, self.layers)
+        rows = rank(decision.candidates, self.layers, self._neighbour(decision.bucket))
         chosen = next((row for row in rows if row.verdict == "chosen"), None)
         if chosen is None or (backend := self._by_name.get(chosen.backend)) is None:
             return decision
@@ -199,6 +199,11 @@ class Selector:
         )
         holds = self._usable(again) and again.fingerprint.mismatch(self.fingerprint, again.library) is None
         return again if holds else decision
+
+    def _neighbour(self, bucket: Bucket) -> Form | None:
+        """What the nearest other measured bucket chose: ties go to it."""
+        near = self.table.near(bucket, "measured", self.fingerprint)
+        return next(((found.winner, found.padding) for found in near if found.bucket != bucket), None)
 
     def _nearest(self, bucket: Bucket) -> Decision | None:
         """The decision of the nearest measured bucket whose winner takes this one, recorded as borrowed."""

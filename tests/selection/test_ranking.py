@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from mla_serve.backends.padded import Padding
 from mla_serve.selection.decision import CandidateResult
-from mla_serve.selection.ranking import rank
+from mla_serve.selection.ranking import Form, rank
 
 PAD = Padding(192, 192, 4)
 
@@ -11,8 +11,8 @@ def row(name: str, ms: float, *, plan_ms: float = 0.0, spread: float = 0.05, pad
     return CandidateResult(name, padding, "slower", None, ms, plan_ms, spread)
 
 
-def verdicts(*rows: CandidateResult, layers: int = 1) -> list[str]:
-    return [ranked.verdict for ranked in rank(rows, layers)]
+def verdicts(*rows: CandidateResult, layers: int = 1, neighbour: Form | None = None) -> list[str]:
+    return [ranked.verdict for ranked in rank(rows, layers, neighbour)]
 
 
 def test_the_fastest_wins_and_the_others_are_slower() -> None:
@@ -23,6 +23,15 @@ def test_a_tie_goes_to_native() -> None:
     assert verdicts(row("a", 1.0, padding=PAD), row("a", 1.019)) == ["tie", "chosen"]
     assert verdicts(row("a", 1.0, padding=PAD), row("a", 1.021)) == ["chosen", "slower"]
     assert "native" in (rank([row("a", 1.0, padding=PAD), row("a", 1.01)], 1)[0].reason or "")
+
+
+def test_a_tie_between_equals_goes_to_the_neighbouring_buckets_kernel() -> None:
+    a, b = row("a", 1.0), row("b", 1.01)
+    assert verdicts(a, b) == ["chosen", "tie"]
+    assert verdicts(a, b, neighbour=("b", None)) == ["tie", "chosen"]
+    assert verdicts(a, b, neighbour=("b", PAD)) == ["chosen", "tie"], "another form of b"
+    assert verdicts(a, row("b", 1.03), neighbour=("b", None)) == ["chosen", "slower"], "no tie, so no neighbour"
+    assert verdicts(row("a", 1.01), row("b", 1.0, padding=PAD), neighbour=("b", PAD)) == ["chosen", "tie"], "native first"
 
 
 def test_a_quiet_run_has_closer_ties() -> None:

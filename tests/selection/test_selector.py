@@ -166,6 +166,23 @@ def test_off_the_table_the_nearest_bucket_serves_and_is_named(cpu: torch.device)
     assert chooser.decide(prefill(q_len=16, lse=True)).policy == "availability", "LSE is no size"
 
 
+def test_a_tie_goes_to_what_the_neighbouring_bucket_chose(cpu: torch.device) -> None:
+    """Two kernels within 1 % of each other: without the neighbour, which one is cheapest in a run would decide."""
+
+    def clock(trial: object, part: str) -> float:
+        flicker = {"a": (1.0, 1.03), "b": (1.01, 1.04)}[trial.label]  # type: ignore[attr-defined]
+        calls[trial.label] = calls.get(trial.label, -1) + 1  # type: ignore[attr-defined]
+        return flicker[calls[trial.label] % 2] if part == "run" else 0.0  # type: ignore[attr-defined]
+
+    calls: dict[str, int] = {}
+    chooser = selector(cpu, Fake("a"), Fake("b"), clock=clock)  # type: ignore[arg-type]
+    assert chooser.measure(decode(kv_len=64)).label == "a"
+    chooser.table.put(a_decision(decode(kv_len=64), chooser.fingerprint, winner="b", measured_at="2100-01-01T00:00:00Z"))
+    again = chooser.measure(decode(kv_len=32))
+    assert again.label == "b"
+    assert rows(again)["a", False].verdict == "tie"
+
+
 def test_on_demand_measures_once(cpu: torch.device) -> None:
     calls = []
 
