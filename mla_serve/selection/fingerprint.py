@@ -47,7 +47,7 @@ class Fingerprint:
         versions.pop("torch", None)
         common: dict[str, Any] = {"torch": str(torch.__version__), "source": _source_hash(), "libraries": versions}
         if device.type != "cuda":
-            return cls(device=_cpu_model(), threads=torch.get_num_threads(), **common)
+            return cls(device=cpu_model(), threads=torch.get_num_threads(), **common)
         properties = torch.cuda.get_device_properties(device)
         return cls(
             device=properties.name,
@@ -96,7 +96,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The model name a person knows; platform.processor() is empty or "x86_64" on Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None

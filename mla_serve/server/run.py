@@ -17,6 +17,7 @@ import uvloop
 from fastapi import FastAPI
 
 from mla_serve.engine.base import Engine, EngineDeadError, Request, Sampling
+from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.errors import UserError
 from mla_serve.server.app import create_app
 from mla_serve.server.banner import banner
@@ -39,6 +40,7 @@ def serve(settings: ServerSettings) -> int:
     """
     _log_to_stderr()
     _raise_file_limit()
+    ModelConfig.from_dir(settings.model_dir)  # a directory that is no model says so now, in the engine's words
     with contextlib.closing(_bind(settings)) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))
 
