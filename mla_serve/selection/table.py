@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -10,12 +9,14 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
+from mla_serve.errors import UserError
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
+from mla_serve.selection.entry import BROKEN, Entry, join, split
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.shapes import AttentionShape, Bucket
 
@@ -38,32 +39,43 @@ class DecisionTable:
 
     The file is replaced atomically under a lock and merged with what other processes wrote meanwhile. Decisions of other
     hosts are kept but never returned. A file that is missing counts as empty; one that is broken, of another schema or
-    unreadable is ignored with a warning, and one that cannot be written leaves the table in memory.
+    unreadable is ignored with a warning, and one that cannot be written leaves the table in memory. A decision is decoded when
+    it is first asked for; one that turns out to be broken is dropped then, with a warning.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._decisions: dict[_Key, list[Decision]] = {}
+        self._entries: dict[_Key, list[Entry]] = {}
         self._warned: set[str] = set()
         if path is not None:
             self._merge(self._read(path))
 
     @classmethod
-    def load(cls, path: Path) -> DecisionTable:
-        """The table in `path`, which need not exist yet."""
-        return cls(path)
+    def load(cls, path: Path, *, strict: bool = False) -> DecisionTable:
+        """The table in `path`, which need not exist yet. `strict` raises UserError for a file that is missing or no table."""
+        table = cls() if strict else cls(path)
+        if strict:
+            table.path = path
+            try:
+                table._merge(table._entries_of(path))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path} {_reason(error)}; `mla-serve probe` writes decision files") from error
+        return table
 
     def __iter__(self) -> Iterator[Decision]:
-        for decisions in self._decisions.values():
-            yield from decisions
+        for entry in self._all():
+            decision = self._decode(entry)
+            if decision is not None:
+                yield decision
 
     def __len__(self) -> int:
-        return sum(len(decisions) for decisions in self._decisions.values())
+        """Counts entries that have not been decoded yet, too."""
+        return sum(len(entries) for entries in self._entries.values())
 
     def get(self, bucket: Bucket, policy: Policy, here: Fingerprint) -> Decision | None:
         """The decision for `bucket` that holds on `here`, or None."""
-        valid = (decision for decision in self._decisions.get((bucket, policy), ()) if self._holds(decision, here))
-        return next(valid, None)
+        decisions = map(self._decode, tuple(self._entries.get((bucket, policy), ())))
+        return next((decision for decision in decisions if decision is not None and self._holds(decision, here)), None)
 
     def near(self, bucket: Bucket, policy: Policy, here: Fingerprint) -> list[Decision]:
         """Decisions for buckets that differ in sizes (batch, lengths, ragged) alone and hold on `here`, nearest first.
@@ -72,16 +84,16 @@ class DecisionTable:
         """
         found = [
             (distance, str(key[0]), decision)
-            for key, decisions in self._decisions.items()
+            for key, entries in tuple(self._entries.items())
             if key[1] == policy and (distance := _distance(key[0].shape, bucket.shape)) is not None
-            for decision in decisions
-            if self._holds(decision, here)
+            for decision in map(self._decode, tuple(entries))
+            if decision is not None and self._holds(decision, here)
         ]
         return [decision for *_, decision in sorted(found, key=lambda item: item[:2])]
 
     def put(self, decision: Decision, *, save: bool = True) -> None:
         """Adds or replaces this host's decision for its bucket and policy, and writes the file unless `save` is False."""
-        self._merge([decision])
+        self._merge([Entry.of(decision)])
         if save and self.path is not None:
             self.save()
 
@@ -95,42 +107,68 @@ class DecisionTable:
             with FileLock(f"{target}.lock", timeout=_LOCK_SECONDS):
                 on_disk = DecisionTable()
                 on_disk._merge(self._read(target))
-                on_disk._merge(self)
-                self._decisions = on_disk._decisions
-                _write_atomically(target, {"schema": SCHEMA, "decisions": [decision.to_json() for decision in self]})
+                on_disk._merge(self._all())
+                self._entries = on_disk._entries
+                _write_atomically(target, join(self._all(), SCHEMA))
         except Timeout:
             self._warn(f"another process holds the lock of {target}; decisions stay in memory")
         except OSError as error:
             self._warn(f"cannot write {target} ({error.strerror or error}); decisions stay in memory")
 
-    def _read(self, path: Path) -> list[Decision]:
+    def _read(self, path: Path) -> list[Entry]:
         try:
-            data = json.loads(path.read_bytes())
+            return self._entries_of(path)
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, RecursionError) as error:
-            self._warn(f"ignoring {path}: it cannot be read ({error})")
+        except (OSError, ValueError) as error:
+            self._warn(f"ignoring {path}: it {_reason(error)}; make one with `mla-serve probe`")
             return []
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("decisions"), list):
-            self._warn(f"ignoring {path}: it is no decision table of schema {SCHEMA}; make one with `mla-serve probe`")
-            return []
-        decisions = []
-        for entry in data["decisions"]:
-            try:
-                decisions.append(Decision.from_json(entry))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                self._warn(f"ignoring broken entries of {path}: {type(error).__name__}: {error}")
-        return decisions
 
-    def _merge(self, decisions: Iterable[Decision]) -> None:
+    def _entries_of(self, path: Path) -> list[Entry]:
+        """Raises OSError or, for a file that is no table, ValueError; warns about entries that are none."""
+        try:
+            raw = split(path.read_bytes(), SCHEMA)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot be read ({error})") from error
+        if raw is None:
+            raise ValueError(f"is no decision table of schema {SCHEMA}")
+        entries = []
+        for data in raw:
+            try:
+                entries.append(Entry.read(data))
+            except BROKEN as error:
+                self._warn(f"ignoring broken entries of {path}: {type(error).__name__}: {error}")
+        return entries
+
+    def _all(self) -> list[Entry]:
+        return [entry for entries in self._entries.values() for entry in entries]
+
+    def _decode(self, entry: Entry) -> Decision | None:
+        """The entry's decision; one that is broken is dropped from the table."""
+        try:
+            return entry.decision()
+        except BROKEN as error:
+            self._warn(f"ignoring broken entries of {self.path or 'the decision table'}: {type(error).__name__}: {error}")
+            rows = self._entries.get((entry.bucket, entry.policy), [])
+            if entry in rows:
+                rows.remove(entry)
+            return None
+
+    def _merge(self, entries: Iterable[Entry]) -> None:
         """The later decision of the same bucket, policy and host stays; software versions may differ."""
-        for new in decisions:
-            rows = self._decisions.setdefault((new.bucket, new.policy), [])
-            old = next((row for row in rows if _host(row) == _host(new)), None)
+        for new in entries:
+            rows = self._entries.setdefault((new.bucket, new.policy), [])
+            old = next((row for row in rows if row.host == new.host), None)
             if old is None:
                 rows.append(new)
-            elif (old.measured_at or "") <= (new.measured_at or ""):
+            elif self._replaces(new, old):
                 rows[rows.index(old)] = new
+
+    def _replaces(self, new: Entry, old: Entry) -> bool:
+        """Whether `new` is at least as late, or `old` is broken: a broken entry may claim any date."""
+        if new.measured_at < old.measured_at:
+            return _broken(old)
+        return new.decided or (not old.decided and new.raw == old.raw) or not _broken(new)
 
     def _holds(self, decision: Decision, here: Fingerprint) -> bool:
         reason = decision.fingerprint.mismatch(here, decision.library)
@@ -148,9 +186,16 @@ class DecisionTable:
             logger.warning(message)
 
 
-def _host(decision: Decision) -> tuple[Any, ...]:
-    fingerprint = decision.fingerprint
-    return fingerprint.device, fingerprint.sm_count, fingerprint.capability, fingerprint.threads
+def _broken(entry: Entry) -> bool:
+    try:
+        entry.decision()
+    except BROKEN:
+        return True
+    return False
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
 
 
 def _distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
@@ -163,13 +208,12 @@ def _distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
     return sum(abs(math.log2(a / b)) for a, b in pairs) + (4.0 if measured.ragged != asked.ragged else 0.0)
 
 
-def _write_atomically(path: Path, data: dict[str, Any]) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     """Through a file of its own in the same directory, so that a reader or a kill sees the old table or the new one."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(0o644)

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mla_serve.errors import UserError
+from mla_serve.selection.decision import Decision
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.table import SCHEMA, DecisionTable, default_table_path
 from mla_serve.shapes import AttentionShape, Bucket
@@ -76,9 +79,72 @@ def test_one_broken_entry_does_not_cost_the_others(tmp_path: Path, caplog: pytes
     path = tmp_path / "decisions.json"
     good = a_decision(prefill(), HERE)
     entries = [{"bucket": 3}, good.to_json(), None, {**good.to_json(), "policy": "guess"}]
+    for change in ({"batch": "one"}, {"kv_len": 0}, {"heads": [4]}, {"phase": "dream"}, {"batch": True}):
+        entries.append({**good.to_json(), "bucket": {**good.to_json()["bucket"], **change}})
     path.write_text(json.dumps({"schema": SCHEMA, "decisions": entries}))
     assert list(DecisionTable.load(path)) == [good]
     assert "broken entries" in caplog.text
+
+
+def write(path: Path, *entries: object) -> Path:
+    path.write_text(json.dumps({"schema": SCHEMA, "decisions": entries}))
+    return path
+
+
+def test_candidates_are_decoded_when_first_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = [a_decision(prefill(q_len=size), HERE) for size in (16, 32, 64)]
+    path = write(tmp_path / "decisions.json", *(decision.to_json() for decision in decisions))
+    decoded = []
+    whole = Decision.from_json
+
+    def counted(data: dict[str, Any]) -> Decision:
+        decoded.append(data["bucket"]["q_len"])
+        return whole(data)
+
+    monkeypatch.setattr(Decision, "from_json", counted)
+    table = DecisionTable.load(path)
+    assert len(table) == 3
+    for _ in range(3):
+        assert table.get(bucket(prefill(q_len=32)), "measured", HERE) == decisions[1]
+    assert decoded == [32]
+    table.save()
+    assert decoded == [32], "writing needs no decoding"
+    assert list(table) == decisions
+
+
+def test_an_entry_broken_inside_is_found_when_asked_for_and_never_wins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = a_decision(prefill(), HERE)
+    broken = {**good.to_json(), "candidates": [{"backend": 3}], "measured_at": "9999-01-01T00:00:00Z"}
+    path = write(tmp_path / "decisions.json", broken)
+    table = DecisionTable.load(path)
+    assert table.get(bucket(prefill()), "measured", HERE) is None
+    assert table.near(bucket(prefill(q_len=32)), "measured", HERE) == []
+    assert len(table) == 0
+    assert "broken entries" in caplog.text
+    DecisionTable.load(path).put(good)
+    assert list(DecisionTable.load(path)) == [good]
+    DecisionTable.load(write(tmp_path / "later.json", broken)).save(path)
+    assert list(DecisionTable.load(path)) == [good], "nor does it replace one that is whole"
+
+
+def test_a_strict_load_raises_where_another_warns(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    with pytest.raises(UserError, match="No such file"):
+        DecisionTable.load(path, strict=True)
+    for content in ("{", "[]", '{"schema": 99, "decisions": []}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"decisions\.json (cannot be read|is no decision table of schema 1)"):
+            DecisionTable.load(path, strict=True)
+    assert len(DecisionTable.load(write(path, a_decision(prefill(), HERE).to_json()), strict=True)) == 1
+
+
+def test_a_reason_may_hold_any_text(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    odd = a_decision(prefill(), HERE, note="lone \udc80, caf\u00e9, \u0000, </script>")
+    DecisionTable.load(path).put(odd)
+    assert list(DecisionTable.load(path)) == [replace(odd, note="lone ?, café, \x00, </script>")]
 
 
 def test_what_cannot_be_read_or_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
