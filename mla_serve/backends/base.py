@@ -125,8 +125,9 @@ class Backend(ABC):
 
     Class flags say what a candidate is filtered by: `gives_lse`; `capturable` (the same answer when captured once in a CUDA
     graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
-    latent cache); `page_sizes` and `head_counts` (None: any); `batch_invariant` (a request's result does not depend on its
-    batch mates).
+    latent cache); `page_sizes` and `head_counts` (None: any); `batch_invariant` (it has a mode, asked for by the shape's flag
+    of that name, in which a request's output and LSE are the same bits whoever its batch mates are and whether or not an LSE
+    is asked for).
     """
 
     name: str

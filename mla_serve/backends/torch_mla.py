@@ -8,10 +8,12 @@ both products (values as wide as keys, the rope columns of the output cut off); 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from mla_serve.backends.alone import AlonePlan, plan_alone, run_alone
 from mla_serve.backends.base import AttentionError, Backend, BatchLayout, Kind, Limits, Plan, State, torch_dtype
 from mla_serve.shapes import AttentionShape
 
@@ -52,11 +54,15 @@ class MLAPlan(Plan):
 
 
 class TorchMLA(Backend):
-    """Absorbed attention on any device: the last resort of a GPU's decode, and a CPU server's main kernel."""
+    """Absorbed attention on any device: the last resort of a GPU's decode, and a CPU server's main kernel.
+
+    How a batch is padded and split depends on all its requests; for batch invariance each one is planned and run by itself.
+    """
 
     name = "torch-mla"
     capturable = True
     takes_cache_scale = True
+    batch_invariant = True
 
     def kind(self, shape: AttentionShape) -> Kind:
         return Kind.UNFUSED
@@ -69,6 +75,8 @@ class TorchMLA(Backend):
             return "takes the absorbed form only"
         if shape.dtype not in ("float32", "bfloat16", "float16"):
             return f"takes float32, bfloat16 and float16, not {shape.dtype}"
+        if shape.batch_invariant and shape.graph:
+            return "runs each request by itself for batch invariance, which a captured graph cannot replay with others"
         return None
 
     def prepare(self, shape: AttentionShape, limits: Limits) -> MLAState:
@@ -80,8 +88,14 @@ class TorchMLA(Backend):
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
             return MLAState(shape, limits, torch.empty(rows, shape.qk, dtype=dtype))
 
-    def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> MLAPlan:
+    def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> Plan:
         assert isinstance(state, MLAState)
+        if state.shape.batch_invariant:
+            one = partial(self._plan, state, scale=scale, reuse=None)
+            return plan_alone(one, state, batch, name=self.name, scale=scale, reuse=reuse)
+        return self._plan(state, batch, scale=scale, reuse=reuse)
+
+    def _plan(self, state: MLAState, batch: BatchLayout, *, scale: float, reuse: Plan | None) -> MLAPlan:
         table, page, graph = batch.block_table, batch.page_size, state.shape.graph
         if table is None or page is None:
             raise AttentionError(f"{self.name} needs a block table and a page size in its BatchLayout")
@@ -155,6 +169,8 @@ class TorchMLA(Backend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As the contract says; not differentiable. Scores, softmax, sums and LSE are float32 whatever the inputs' dtypes."""
+        if isinstance(plan, AlonePlan):
+            return run_alone(self, q_nope, q_pe, cache, plan, cache_scale=cache_scale, need_lse=need_lse, out=out)
         assert isinstance(plan, MLAPlan)
         assert isinstance(plan.state, MLAState)
         tokens, heads, latent = q_nope.shape

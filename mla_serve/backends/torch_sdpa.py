@@ -2,6 +2,7 @@
 
 The public function picks a kernel by itself and returns no LSE, so these backends call the operators underneath it. They take
 dense batches only: neighbouring requests of equal lengths share a call, the others get one each, by the batch's host lengths.
+Where the shape asks for batch invariance each request has a call of its own, since operators choose their tiles by the batch.
 Operators disagree on where the causal diagonal of a rectangle lies (on a CPU flash aligns it top-left), so only squares are
 ever sent as causal; more keys than queries become a context part and a square part, merged.
 """
@@ -44,13 +45,15 @@ class SdpaPlan(Plan):
     calls: tuple[Call, ...] = ()
 
 
-def _calls(batch: BatchLayout) -> tuple[Call, ...]:
+def _calls(batch: BatchLayout, *, alone: bool) -> tuple[Call, ...]:
     assert batch.q_lens_host is not None
     assert batch.kv_lens_host is not None
     calls, q_start, k_start = [], 0, 0
     for (q_len, kv_len), run in groupby(zip(batch.q_lens_host, batch.kv_lens_host, strict=True)):
         n = sum(1 for _ in run)
-        if q_len:
+        if q_len and alone:
+            calls += [Call(q_start + i * q_len, k_start + i * kv_len, 1, q_len, kv_len) for i in range(n)]
+        elif q_len:
             calls.append(Call(q_start, k_start, n, q_len, kv_len))
         q_start, k_start = q_start + n * q_len, k_start + n * kv_len
     return tuple(calls)
@@ -60,6 +63,7 @@ class TorchSdpa(Backend):
     """What the four have in common: ragged rows to dense calls and back. A subclass forces one operator in `_kernel`."""
 
     needs_host_lens = True
+    batch_invariant = True
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     @abstractmethod
@@ -77,9 +81,10 @@ class TorchSdpa(Backend):
 
     def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> SdpaPlan:
         super().plan(state, batch, scale=scale)  # refuses missing or inexact host lengths
+        calls = _calls(batch, alone=state.shape.batch_invariant)
         if not isinstance(reuse, SdpaPlan):
-            return SdpaPlan(state, batch, scale, _calls(batch))
-        reuse.state, reuse.batch, reuse.scale, reuse.calls = state, batch, scale, _calls(batch)
+            return SdpaPlan(state, batch, scale, calls)
+        reuse.state, reuse.batch, reuse.scale, reuse.calls = state, batch, scale, calls
         return reuse
 
     def run_prefill(
@@ -87,10 +92,11 @@ class TorchSdpa(Backend):
     ) -> tuple[Tensor, Tensor | None]:
         """As the contract says; differentiable in q, k and v through the output (the operators give no gradient to the LSE)."""
         assert isinstance(plan, SdpaPlan)
-        causal = plan.state.shape.causal
+        shape = plan.state.shape
+        lse_too = need_lse or shape.batch_invariant  # an operator may take another way where it gives one
         outs, lses, rows = [], [], 0
         for call in plan.calls:
-            part, part_lse = self._call(q, k, v, call, causal=causal, scale=plan.scale, need_lse=need_lse)
+            part, part_lse = self._call(q, k, v, call, causal=shape.causal, scale=plan.scale, need_lse=lse_too)
             outs.append(part)
             lses.append(part_lse)
             rows = call.q_start + call.requests * call.q_len

@@ -167,5 +167,7 @@ def test_a_merge_without_a_gradient_is_refused() -> None:
 
 
 def test_the_calls_of_a_plan_are_made_on_the_host_once() -> None:
-    calls = torch_sdpa._calls(make(PREFILL, [2, 2, 0, 4], [2, 2, 3, 4], CPU).batch)
-    assert [(c.q_start, c.k_start, c.requests) for c in calls] == [(0, 0, 2), (4, 7, 1)]
+    batch = make(PREFILL, [2, 2, 0, 4], [2, 2, 3, 4], CPU).batch
+    together, alone = (torch_sdpa._calls(batch, alone=alone) for alone in (False, True))
+    assert [(c.q_start, c.k_start, c.requests) for c in together] == [(0, 0, 2), (4, 7, 1)]
+    assert [(c.q_start, c.k_start, c.requests) for c in alone] == [(0, 0, 1), (2, 2, 1), (4, 7, 1)]
