@@ -273,6 +273,9 @@ def test_a_small_pool_lowers_the_limit_and_says_so(settings):
         ({"max_model_len": 10**6}, str(MAX_LEN)),
         ({"model": "/nowhere"}, "/nowhere"),
         ({"pins": {"decode": "warp-drive"}}, "warp-drive"),
+        ({"pins": {"prefill": "torch-flash+native"}}, r"cannot run prefill .*needs equal QK and V widths \(48, 32\)"),
+        ({"pins": {"context": "torch-flash+native"}}, r"cannot run context .*needs equal QK and V widths \(48, 32\)"),
+        ({"pins": {"decode": "torch-flash"}}, "cannot run decode .*not the paged latent cache"),
     ],
 )
 def test_settings_that_cannot_be_served(settings, changes, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -61,6 +62,7 @@ class EngineCore:
             ),
             context_chunk=config.context_chunk,
         )
+        _bind_pins(self.runner, config.pins)
         pages = PageAllocator(self.runner.num_pages, page_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             pages, max_requests=max_requests, max_tokens=config.max_tokens, eos_token_ids=model.eos_token_ids
@@ -151,6 +153,19 @@ class EngineCore:
             raise errors[-1][1]
         failed = [self.scheduler.fail(work.seq, f"this request could not be computed: {error}") for work, error in errors]
         return done, torch.cat(rows) if rows else torch.empty(0, self.info.vocab_size), failed
+
+
+def _bind_pins(runner: Runner, pins: Mapping[str, str]) -> None:
+    """Binds a small shape of every pinned phase: a kernel that cannot run this model is told now, not to whom needs it first.
+
+    A pin of prefill is also context's where that has none. Raises PinError, a UserError.
+    """
+    if "prefill" in pins:
+        runner.bound.prefill(1, 1, lse=False)
+    if {"prefill", "context"} & pins.keys():
+        runner.bound.context(1, 1, 1)
+    if "decode" in pins:
+        runner.bound.decode(1, 1, ragged=False)
 
 
 def _check(config: EngineConfig) -> None:
