@@ -83,7 +83,7 @@ def serve(
     num_pages: Annotated[int | None, typer.Option(min=1, help="Pages of the latent cache; default: from free memory.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Keep the latents of finished requests for later prompts.")] = True,
     threads: Threads = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: the directory's.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: MODEL's own.")] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Open requests before new ones get 429.")] = 512,
     api_key_file: Annotated[
         Path | None, typer.Option(help="One key a line; then every route but the health checks wants one.")
@@ -92,7 +92,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, OpenAI-compatible."""
     from mla_serve.engine.embedded import EngineConfig
-    from mla_serve.models import resolve
+    from mla_serve.models import public_name, resolve
     from mla_serve.selection import parse_pins
     from mla_serve.server.run import serve as run
     from mla_serve.server.settings import ServerSettings, read_api_keys
@@ -118,7 +118,7 @@ def serve(
         engine=config,
         host=host,
         port=port,
-        served_model_name=served_model_name or ("mla-serve-demo" if model is None else directory.name),
+        served_model_name=served_model_name or public_name(model),
         max_queue=max_queue,
         api_keys=read_api_keys(api_key_file),
         drain_timeout=drain_timeout,

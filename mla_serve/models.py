@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,14 @@ def resolve(model: str | None) -> Path:
         raise UserError(
             f"{model} is no directory here, nor could it be fetched from the Hugging Face hub ({reason}); give a directory"
         ) from error
+
+
+def public_name(model: str | None) -> str:
+    """What clients call MODEL: a hub name as it was typed, since a download lies in a directory named by its commit."""
+    if model is None:
+        return "mla-serve-demo"
+    path = Path(model).expanduser()
+    return os.path.basename(os.path.abspath(path)) if path.is_dir() else model
 
 
 def attention_grid(
