@@ -69,6 +69,8 @@ def test_dtype_in_both_spellings(read, field):
 def test_end_tokens_of_generation_config_come_first(read):
     assert read(eos_token_id=5).eos_token_ids == (5,)
     assert read(eos_token_id=5, generation={"eos_token_id": [1, 7]}).eos_token_ids == (1, 7)
+    for says_nothing in ({}, {"eos_token_id": None}):
+        assert read(eos_token_id=5, generation=says_nothing).eos_token_ids == (5,)
 
 
 def test_yarn_temperatures(read):

@@ -98,7 +98,8 @@ class ModelConfig:
         raw = read_json(directory / "config.json")
         end = raw.get("eos_token_id")
         if (directory / "generation_config.json").is_file():
-            end = read_json(directory / "generation_config.json").get("eos_token_id", end)
+            own = read_json(directory / "generation_config.json").get("eos_token_id")
+            end = end if own is None else own  # a null field is an absent one
         return cls._parse(Fields(raw, directory / "config.json"), end)
 
     @classmethod
