@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ class GenerationDefaults:
         given = {name: value for name, value in values.items() if value is not None}
         for name, value in given.items():
             whole = name in ("top_k", "max_tokens")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value < 0:
-                raise UserError(f"{path} has a {name} that is no number of the right kind; repair or remove it")
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (name == "top_p" and not 0 < value <= 1):
+                raise UserError(f"{path} has a {name} that is no number of the right kind and size; repair or remove it")
         changed = [name for name, value in given.items() if value != getattr(base, name)]
         return cls(**given, source=f"generation_config.json ({', '.join(changed)})") if changed else base
 

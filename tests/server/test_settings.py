@@ -57,8 +57,10 @@ def test_generation_defaults(tmp_path: Path, file: dict[str, object] | None, exp
 
 
 @pytest.mark.parametrize(
-    "content", ["{bad", "[]", '{"temperature": "hot"}', '{"top_k": 1.5}', '{"top_p": -1}', '{"top_k": true}']
-)
+    "content",
+    ["{bad", "[]", '{"temperature": "hot"}', '{"top_k": 1.5}', '{"top_p": -1}', '{"top_k": true}', '{"top_p": 0}',
+     '{"top_p": 1.5}', '{"temperature": Infinity}', '{"temperature": NaN}'],
+)  # fmt: skip
 def test_a_broken_generation_config_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match="repair or remove it"):
