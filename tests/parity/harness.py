@@ -55,7 +55,7 @@ class Ours:
             for step in self.core.step():
                 assert step.error is None
                 tokens[step.id] += step.token_ids
-        results = {n: Expected(tokens[str(n)], torch.cat(self.recorder.logits[str(n)])) for n in lengths}
+        results = {n: Expected(tokens[str(n)], torch.cat(self.recorder.logits[str(n)]).cpu()) for n in lengths}
         self.recorder.logits.clear()
         return results
 
