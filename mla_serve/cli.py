@@ -17,6 +17,7 @@ import typer
 from mla_serve import __version__
 from mla_serve.bench.commands import bench
 from mla_serve.errors import UserError
+from mla_serve.tables.commands import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,6 @@ app = typer.Typer(
     name="mla-serve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Serves Multi-head Latent Attention models, each attention call through the kernel measured best for its shape.",
 )  # fmt: skip
-table = typer.Typer(no_args_is_help=True, help="Decision files.")
 app.add_typer(bench, name="bench")
 app.add_typer(table, name="table")
 
@@ -262,21 +262,6 @@ def _policy(name: str) -> Any:
     if name not in ("measured", "availability"):
         raise typer.BadParameter(f"there is no policy {name!r}; use measured or availability")
     return name
-
-
-@table.command("show")
-def table_show(
-    file: Annotated[Path | None, typer.Argument(help="Decision file; default: the one that serve reads.")] = None,
-    as_json: Json = False,
-) -> None:
-    """The decisions in a file, of every host it has seen."""
-    from mla_serve.selection import DecisionTable, default_table_path, render_table
-
-    path = file or default_table_path()
-    if not path.exists():
-        raise UserError(f"there is no decision file {path}; `mla-serve probe` writes one")
-    held = list(DecisionTable.load(path))
-    emit([decision.to_json() for decision in held]) if as_json else render_table(held)
 
 
 @app.command()

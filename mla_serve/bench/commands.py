@@ -114,14 +114,19 @@ def serve(
 
 @bench.command("selector")
 def selector(as_json: Json = False) -> None:
-    """The look-up on the hot path, in microseconds."""
+    """The look-up on the hot path, in microseconds, and the load of a decision file of 500 buckets, in milliseconds."""
     import torch
 
     from mla_serve.backends.base import Limits
     from mla_serve.bench.grids import DEEPSEEK
+    from mla_serve.bench.table import benchmark_load
     from mla_serve.selection import Selector, benchmark_lookup
 
     limits = Limits(max_requests=64, max_tokens=2048, max_kv_tokens=4096)
     bound = Selector(torch.device("cpu"), policy="availability").bind(DEEPSEEK, dtype="float32", page_size=16, limits=limits)
-    figures = benchmark_lookup(bound)
-    print(json.dumps(figures) if as_json else f"median {figures['median_us']:.2f} us, p99 {figures['p99_us']:.2f} us")
+    figures = benchmark_lookup(bound) | benchmark_load()
+    if as_json:
+        print(json.dumps(figures))
+        return
+    print(f"look-up  median {figures['median_us']:.2f} us, p99 {figures['p99_us']:.2f} us")
+    print(f"load     median {figures['load_ms']:.1f} ms for {figures['buckets']:.0f} buckets")

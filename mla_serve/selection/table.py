@@ -97,8 +97,20 @@ class DecisionTable:
         if save and self.path is not None:
             self.save()
 
-    def save(self, path: Path | None = None) -> None:
-        """Writes the table to `path` (default: its own), merged with what the file holds. A failure is a warning."""
+    def add(self, other: DecisionTable) -> None:
+        """Takes in all decisions of `other`, in memory; per bucket, policy and host the later one stays."""
+        self._merge(other._all())
+
+    def refresh(self) -> None:
+        """Takes in what other processes have written to the file since."""
+        if self.path is not None:
+            self._merge(self._read(self.path))
+
+    def save(self, path: Path | None = None, *, strict: bool = False) -> None:
+        """Writes the table to `path` (default: its own), merged with what the file holds.
+
+        A failure is a warning, or with `strict` a UserError.
+        """
         target = path or self.path
         if target is None:
             return
@@ -110,10 +122,12 @@ class DecisionTable:
                 on_disk._merge(self._all())
                 self._entries = on_disk._entries
                 _write_atomically(target, join(self._all(), SCHEMA))
-        except Timeout:
-            self._warn(f"another process holds the lock of {target}; decisions stay in memory")
-        except OSError as error:
-            self._warn(f"cannot write {target} ({error.strerror or error}); decisions stay in memory")
+        except (Timeout, OSError) as error:
+            held = isinstance(error, Timeout)
+            reason = "another process holds its lock" if held else getattr(error, "strerror", None) or error
+            if strict:
+                raise UserError(f"cannot write {target} ({reason})") from error
+            self._warn(f"cannot write {target} ({reason}); decisions stay in memory")
 
     def _read(self, path: Path) -> list[Entry]:
         try:

@@ -1,0 +1,1 @@
+"""Decision files: those shipped for known hosts, and the commands over any."""
