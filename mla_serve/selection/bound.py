@@ -102,6 +102,8 @@ class BoundSelector:
         except AttentionError as error:
             if decision.policy == "pinned":
                 raise PinError(f"the pinned kernel cannot serve {decision.bucket}: {error}") from error
+            if decision.policy == "batch-invariant":  # another kernel would give other bits
+                raise
             logger.warning("%s cannot be prepared for %s: %s", decision.label, decision.bucket, error)
             decision = self._selector.last_resort(decision.bucket, note=f"{decision.label} could not be prepared: {error}")
             kernel = self._prepare(decision)

@@ -14,7 +14,7 @@ from mla_serve.shapes import Bucket
 Verdict = Literal[
     "chosen", "slower", "tie", "disqualified", "unsupported", "unavailable", "crashed", "timed-out", "not-measured"
 ]
-Policy = Literal["measured", "availability", "pinned"]
+Policy = Literal["measured", "availability", "batch-invariant", "pinned"]
 
 
 def label(backend: str, padding: Padding | None) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_serve.backends.base import AttentionError, Backend, Plan
 from mla_serve.backends.padded import PaddedState
+from mla_serve.selection.company import changed_by_company
 from mla_serve.selection.inputs import GARBAGE, Call, limits_of, make_call, poison
 from mla_serve.shapes import AttentionShape
 
@@ -59,7 +60,8 @@ def check(backend: Backend, shape: AttentionShape, *, seed: int, clean_pool: boo
     In order: a ragged batch with empty rows and +-1e4 in every slot that must not be read, its output pre-filled with NaN; the
     same again while a second plan is live; a smaller batch of other lengths on that very plan, so that what the first left
     behind shows; the same with NaN in those slots. Buffers of a padded form are full of NaN before each run, and all inputs
-    must be byte-identical afterwards. `clean_pool` says that the cache never holds NaN, which forgives a kernel that lets one
+    must be byte-identical afterwards. Where `shape` asks for batch invariance, requests alone must then give the same bits as
+    among others. `clean_pool` says that the cache never holds NaN, which forgives a kernel that lets one
     through; else that disqualifies it. Raises what the kernel raises in `prepare` or its first run.
     """
     judge = _Judge(backend, shape)
@@ -78,6 +80,8 @@ def check(backend: Backend, shape: AttentionShape, *, seed: int, clean_pool: boo
         plan = judge.replan(small, plan)
         judge.run(small, plan, need_lse=backend.gives_lse, what="with other lengths on the same plan")
         judge.run_with_nan(small, plan)
+        if shape.batch_invariant and (changed := changed_by_company(backend, shape, seed=seed)):
+            raise _Failed(changed)
     except _Failed as failed:
         return judge.result(str(failed))
     if judge.leaks_nan and not clean_pool:

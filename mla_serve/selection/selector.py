@@ -15,7 +15,7 @@ from mla_serve.backends.base import Backend, Limits
 from mla_serve.backends.padded import Padded, Padding
 from mla_serve.backends.registry import load_backends
 from mla_serve.errors import UserError
-from mla_serve.selection import availability, paddings
+from mla_serve.selection import availability, invariant, paddings
 from mla_serve.selection.bound import BoundSelector
 from mla_serve.selection.candidates import Candidate, candidates, check, padded_forms
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
@@ -30,6 +30,8 @@ from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
 
 logger = logging.getLogger(__name__)
 
+POLICIES = ("measured", "availability", "batch-invariant")
+
 LAST_RESORT = {True: "torch-mla", False: "torch-math"}
 """By `shape.absorbed`: what serves where no candidate can."""
 
@@ -37,7 +39,8 @@ LAST_RESORT = {True: "torch-mla", False: "torch-math"}
 class Selector:
     """Decides for one device. `table` None keeps decisions in memory; `backends` None takes all that are installed.
 
-    `policy` "measured" serves what the table holds and, off the table, the nearest measured bucket's kernel or the
+    `policy` "batch-invariant" gives each phase one kernel, in its invariant mode, for all buckets (see `invariant`).
+    "measured" serves what the table holds and, off the table, the nearest measured bucket's kernel or the
     availability policy's; it measures in `decide` only with `on_demand`. `layers` weighs a plan against its runs. `measure`
     replaces the clock, `effort` its patience. `host_lens` False: batches come without exact host lengths. `clean_pool`: the
     cache never holds NaN, so a kernel that lets it through may serve. Raises PinError for pins that name nobody.
@@ -47,7 +50,7 @@ class Selector:
         self,
         device: torch.device,
         *,
-        policy: Literal["measured", "availability"] = "measured",
+        policy: Literal["measured", "availability", "batch-invariant"] = "measured",
         pins: Mapping[str, str] | None = None,
         table: DecisionTable | None = None,
         backends: Sequence[Backend] | None = None,
@@ -58,8 +61,8 @@ class Selector:
         measure: Measure | None = None,
         effort: Effort | None = None,
     ) -> None:
-        if policy not in ("measured", "availability"):
-            raise UserError(f"there is no policy {policy!r}; use measured or availability")
+        if policy not in POLICIES:
+            raise UserError(f"there is no policy {policy!r}; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
         self.device, self.policy, self.on_demand, self.layers = device, policy, on_demand, layers
         self.host_lens, self.clean_pool = host_lens, clean_pool
         self.table = DecisionTable() if table is None else table
@@ -69,6 +72,7 @@ class Selector:
         self._fingerprint = Fingerprint.here(device, {backend.library for backend in self.backends})
         self._measurer = InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
         self._rates = Rates.of(device)
+        self._one_per_phase = invariant.OnePerPhase(self) if policy == "batch-invariant" else None
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -82,6 +86,8 @@ class Selector:
 
         In order: the phase's pin, the table, then as the policy says. Only a miss asks a backend anything.
         """
+        if self._one_per_phase is not None:
+            return self._one_per_phase.decide(Bucket.of(invariant.mode(shape)))
         bucket = Bucket.of(shape)
         pin = self._pins.get(shape.phase)
         if pin is not None:
@@ -108,7 +114,7 @@ class Selector:
         Takes seconds and runs every candidate in this process. Raises UserError if not even the last resort is right, and
         TooLarge (one of them) for inputs that do not fit into memory.
         """
-        bucket = Bucket.of(shape)
+        bucket = Bucket.of(shape if self._one_per_phase is None else invariant.mode(shape))
         began = time.monotonic()
         found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)
         rows = rank(self._measurer(bucket.shape, found), self.layers, self._neighbour(bucket))
@@ -116,7 +122,7 @@ class Selector:
         if chosen is None:
             return self.last_resort(bucket, rows)
         decision = replace(
-            self._decision(bucket, "measured", chosen.backend, chosen.padding, rows),
+            self.decision(bucket, "measured", chosen.backend, chosen.padding, rows),
             floor_ms=self._rates.floor_ms(bucket.shape),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             probe_seconds=round(time.monotonic() - began, 3),
@@ -130,8 +136,17 @@ class Selector:
 
     def backend_of(self, decision: Decision) -> Backend:
         """The kernel of a decision, in its padded form where it has one."""
-        backend = self._by_name.get(decision.winner) or load_backends(self.device, only={decision.winner})[0]
-        return backend if decision.padding is None else Padded(backend, decision.padding)
+        return self.backend(decision.winner, decision.padding)
+
+    def backend(self, name: str, padding: Padding | None) -> Backend:
+        """A kernel by its name, in its padded form where it has one."""
+        backend = self._by_name.get(name) or load_backends(self.device, only={name})[0]
+        return backend if padding is None else Padded(backend, padding)
+
+    def pinned(self, bucket: Bucket) -> Candidate | None:
+        """The kernel that a pin names for the phase of `bucket`, if one does. Raises PinError if it cannot run it."""
+        pin = self._pins.get(bucket.shape.phase)
+        return None if pin is None else self._pinned_form(bucket, pin)
 
     def last_resort(self, bucket: Bucket, rows: Sequence[CandidateResult] = (), note: str | None = None) -> Decision:
         """torch's own math for `bucket`, with the rows of those that cannot. Raises UserError if it cannot either."""
@@ -144,7 +159,7 @@ class Selector:
         rows = [row for row in rows if (row.backend, row.padding) != (name, None)]
         rows.append(CandidateResult(name, None, "chosen", "last resort: no other kernel can serve this"))
         logger.warning("%s is served by %s, the last resort: no other kernel can", bucket, name)
-        return self._decision(bucket, "availability", name, None, rows, note)
+        return self.decision(bucket, "availability", name, None, rows, note)
 
     def page_size(self, dims: MLADims, *, dtype: DType, batch: int = 8, kv_len: int = 2048) -> int:
         """For a deployment that leaves it open: the page size whose decode is the fastest, or of the best kernel class.
@@ -171,6 +186,7 @@ class Selector:
         return min(offers, key=lambda offer: offer[0])[1]
 
     def _hit(self, bucket: Bucket) -> Decision | None:
+        assert self.policy != "batch-invariant", "that one is not looked up by bucket"
         decision = self.table.get(bucket, self.policy, self.fingerprint)
         return self._ranked_here(decision) if decision is not None and self._usable(decision) else None
 
@@ -219,18 +235,24 @@ class Selector:
         winner, rows = availability.choose(bucket.shape, self.backends, host_lens=self.host_lens)
         if winner is None:
             return self.last_resort(bucket, rows, note)
-        return self._decision(bucket, "availability", winner.native.name, winner.padding, rows, note)
+        return self.decision(bucket, "availability", winner.native.name, winner.padding, rows, note)
 
     def _pinned(self, bucket: Bucket, pin: Pin) -> Decision:
-        candidate = self._form(bucket, pin)
-        reason = f"pinned by {bucket.shape.phase.value}={pin}"
-        if candidate.verdict is not None:
-            raise PinError(f"{reason}, but it cannot run {bucket}: {candidate.reason}; remove the pin or choose another kernel")
+        candidate, reason = self._pinned_form(bucket, pin), f"pinned by {bucket.shape.phase.value}={pin}"
         if candidate.padding is not None:
             reason += f"; {paddings.describe(bucket.shape, candidate.padding)}"
         rows = [candidate.result("chosen", reason)]
         rows += [CandidateResult(b.name, None, "not-measured", "not asked") for b in self.backends if b.name != pin.kernel]
-        return self._decision(bucket, "pinned", pin.kernel, candidate.padding, rows)
+        return self.decision(bucket, "pinned", pin.kernel, candidate.padding, rows)
+
+    def _pinned_form(self, bucket: Bucket, pin: Pin) -> Candidate:
+        candidate = self._form(bucket, pin)
+        if candidate.verdict is not None:
+            raise PinError(
+                f"pinned by {bucket.shape.phase.value}={pin}, but it cannot run {bucket}: {candidate.reason}; "
+                "remove the pin or choose another kernel"
+            )
+        return candidate
 
     def _form(self, bucket: Bucket, pin: Pin) -> Candidate:
         """The pinned kernel in the pinned form, or in the one that was measured faster, or that the kernel's class favours."""
@@ -249,10 +271,11 @@ class Selector:
             return check(Padded(backend, padding) if padding else backend, shape, host_lens=self.host_lens)
         return availability.choose(shape, [backend], host_lens=self.host_lens)[0] or plain
 
-    def _decision(
+    def decision(
         self, bucket: Bucket, policy: Policy, winner: str, padding: Padding | None, rows: Sequence[CandidateResult],
         note: str | None = None,
     ) -> Decision:  # fmt: skip
+        """A record of a choice made here and now, without figures."""
         backend = self._by_name.get(winner)
         decision = Decision(
             bucket, policy, winner, padding, tuple(rows), self.fingerprint,
