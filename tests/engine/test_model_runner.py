@@ -1,12 +1,14 @@
 """The runner: what a step returns, where latents go, and that neither the cut nor the order of work shows."""
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_serve.engine.base import Request, Sampling
-from mla_serve.engine.embedded.runner import Runner, context_chunks, pages_in_memory
+from mla_serve.engine.embedded.memory import pages_in_memory
+from mla_serve.engine.embedded.runner import Runner, context_chunks
 from mla_serve.engine.embedded.sequence import Sequence, Work
 from mla_serve.errors import UserError
 from mla_serve.selection.selector import Selector

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from mla_serve.backends.base import BatchLayout, Limits, torch_dtype
 from mla_serve.engine.embedded.attention import ContextChunk, Planned, StepAttention
 from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.engine.embedded.loader import Checkpoint
+from mla_serve.engine.embedded.memory import pages_in_memory, zeros
 from mla_serve.engine.embedded.model import Model
 from mla_serve.engine.embedded.rope import turns
 from mla_serve.engine.embedded.sequence import Work
@@ -99,9 +99,8 @@ class Runner:
         page_bytes = self.config.num_layers * page_size * dims.latent_row * torch_dtype(self.dtype).itemsize
         per_request = math.ceil(max_model_len / page_size)
         self.num_pages = num_pages or pages_in_memory(device, page_bytes, least=per_request, most=per_request * max_requests)
-        self._cache = torch.zeros(
-            self.config.num_layers, self.num_pages, page_size, dims.latent_row, dtype=torch_dtype(self.dtype), device=device
-        )
+        size = (self.config.num_layers, self.num_pages, page_size, dims.latent_row)
+        self._cache = zeros(size, torch_dtype(self.dtype), device)
         limits = Limits(max_requests, max_tokens, max(max_tokens, context_chunk))
         self.bound = selector.bind(dims, dtype=self.dtype, page_size=page_size, limits=limits)
 
@@ -197,22 +196,6 @@ class Runner:
             slots=torch.from_numpy(slots).to(self.device, non_blocking=True),
             attend=Planned(kernel, kernel.plan(batch, scale=self.config.softmax_scale)),
         )
-
-
-def pages_in_memory(device: torch.device, page_bytes: int, *, least: int, most: int) -> int:
-    """Pages for the latent cache: what `most` asks for, or nine tenths of free GPU memory, or half of free host memory.
-
-    Call it once the weights are in place. Raises UserError where not even `least` pages (one request of full length) fit.
-    """
-    cuda = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[0] * 9 // 10 if cuda else psutil.virtual_memory().available // 2
-    fit = int(room // page_bytes)
-    if fit < least:
-        raise UserError(
-            f"one request of full length needs {least * page_bytes / 2**20:.0f} MiB of latent cache and {room / 2**20:.0f} MiB "
-            "are free; lower the maximum length or free memory"
-        )
-    return min(fit, most)
 
 
 def _name(dtype: torch.dtype) -> DType:
