@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import psutil
 import torch
@@ -15,11 +17,13 @@ from mla_serve.errors import UserError
 from mla_serve.selection import timing
 from mla_serve.selection.candidates import Candidate
 from mla_serve.selection.decision import CandidateResult, Verdict
-from mla_serve.selection.floor import traffic
+from mla_serve.selection.floor import Rates, traffic
 from mla_serve.selection.gate import GateResult, check, describe, spot_check
 from mla_serve.selection.inputs import Call, full_size, limits_of, make_call
 from mla_serve.selection.timing import Effort, Measure
 from mla_serve.shapes import AttentionShape
+
+_HOST_MEMORY = "can't allocate memory"
 
 
 class TooLarge(UserError):
@@ -54,6 +58,67 @@ class Trial:
         return self.current
 
 
+class Bench:
+    """One bucket on the bench: its inputs, and the candidates that are ready to be timed, by number.
+
+    Raises TooLarge before anything is allocated.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device, *, clean_pool: bool) -> None:
+        _make_room(shape, device)
+        self.seed = zlib.crc32(str(shape).encode())  # the same inputs for the same bucket, others for each candidate
+        self.clean_pool = clean_pool
+        self.call = make_call(shape, *full_size(shape), device, seed=self.seed)
+        self.trials: dict[int, Trial] = {}
+
+    def qualify(self, number: int, candidate: Candidate, *, gate: bool = True) -> CandidateResult:
+        """The gate, and a run at full size. A candidate that passes is among `trials` then; any other's row says why not.
+
+        `gate` False leaves the gate out, for one that has passed it before.
+        """
+        seed = self.seed + 1 + 2 * number
+        backend = candidate.backend
+        try:
+            passed = check(backend, self.call.shape, seed=seed, clean_pool=self.clean_pool) if gate else GateResult()
+            if passed.failure is not None:
+                return _row(candidate, passed, "disqualified", passed.failure)
+            trial = Trial.make(candidate, self.call)
+            full = spot_check(backend, self.call, trial.current, seed=seed)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            return candidate.result("crashed", f"out of memory: {describe(error)}")
+        except AttentionError as error:
+            return candidate.result("unsupported", describe(error))
+        except torch.AcceleratorError as error:
+            return candidate.result("crashed", f"raised {describe(error)}")
+        except Exception as error:  # noqa: BLE001 - a candidate may raise anything; its reason is kept and the others go on
+            if _HOST_MEMORY in str(error):  # torch has no type of its own for it
+                return candidate.result("crashed", f"out of memory: {describe(error)}")
+            return candidate.result("unsupported", f"raised {describe(error)}")
+        worst = GateResult(
+            _larger(passed.error, full.error), _larger(passed.lse_error, full.lse_error), passed.leaks_nan, full.failure
+        )
+        if full.failure is not None:
+            return _row(candidate, worst, "disqualified", full.failure)
+        self.trials[number] = trial
+        return _row(candidate, worst, "slower", None)
+
+    def time(self, rows: Mapping[int, CandidateResult], measure: Measure, effort: Effort) -> dict[int, CandidateResult]:
+        """Times the trials of these numbers in turn and returns their rows with figures; one that raises has crashed.
+
+        The verdict of a row with `ms` is preliminary; `ranking.rank` gives it.
+        """
+        trials = [self.trials[number] for number in rows]
+        watch = _Guarded(measure)
+        timed: dict[int, CandidateResult] = {}
+        times = timing.time_trials(trials, watch, effort)
+        for (number, row), trial, took in zip(rows.items(), trials, times, strict=True):
+            if id(trial) in watch.failures:
+                timed[number] = replace(row, verdict="crashed", reason=watch.failures[id(trial)])
+            else:
+                timed[number] = replace(row, reason=took.stopped, ms=took.ms, plan_ms=took.plan_ms, spread=took.spread)
+        return timed
+
+
 class _Guarded:
     """A clock that outlives a candidate that fails after all: its time is infinite, its reason is kept."""
 
@@ -71,6 +136,39 @@ class _Guarded:
             return math.inf
 
 
+class BudgetSpent(UserError):
+    """The time is up before a bucket was measured. `rows` say what became of each candidate."""
+
+    def __init__(self, rows: Sequence[CandidateResult]) -> None:
+        super().__init__("the budget was spent before every kernel was measured")
+        self.rows = list(rows)
+
+
+class Measurer(Protocol):
+    """Measures all candidates of one bucket.
+
+    `until` is a time of `time.monotonic` after which BudgetSpent is raised. `waiting` may be called now and then meanwhile.
+    """
+
+    until: float | None
+    waiting: Callable[[], None]
+
+    def __call__(self, shape: AttentionShape, candidates: Sequence[Candidate]) -> list[CandidateResult]:
+        """One row per candidate, in their order: figures for those that ran, a verdict and reason for those that are out.
+
+        The verdict of a row with `ms` is preliminary; `ranking.rank` gives it. Raises TooLarge and BudgetSpent.
+        """
+        ...
+
+    def floor_ms(self, shape: AttentionShape) -> float | None:
+        """See `floor.Rates`; None where the rates cannot be measured."""
+        ...
+
+    def close(self) -> None:
+        """Frees what measuring holds on to."""
+        ...
+
+
 class InProcess:
     """Measures in this very process: a kernel that crashes takes it along, so only for kernels that are known to behave.
 
@@ -81,58 +179,32 @@ class InProcess:
         self, device: torch.device, *, measure: Measure | None = None, effort: Effort | None = None, clean_pool: bool = False
     ) -> None:
         self.device, self.effort, self.clean_pool = device, effort or Effort(), clean_pool
+        self.until: float | None = None
+        self.waiting: Callable[[], None] = lambda: None
         self._measure = measure
+        self._rates = Rates.of(device)
 
     @torch.inference_mode()
     def __call__(self, shape: AttentionShape, candidates: Sequence[Candidate]) -> list[CandidateResult]:
-        """One row per candidate, in their order: figures for those that ran, a verdict and reason for those that are out.
-
-        The verdict of a row with `ms` is preliminary; `ranking.rank` gives it. Raises TooLarge before anything is allocated.
-        """
-        _make_room(shape, self.device)
-        seed = zlib.crc32(str(shape).encode())  # the same inputs for the same bucket, others for each candidate
-        call = make_call(shape, *full_size(shape), self.device, seed=seed)
-        rows: list[CandidateResult] = []
-        trials: dict[int, Trial] = {}
-        for i, candidate in enumerate(candidates):
-            if candidate.verdict is not None:
-                rows.append(candidate.result())
-                continue
-            trial, row = self._qualify(candidate, call, seed + 1 + 2 * i)
-            rows.append(row)
-            if trial is not None:
-                trials[i] = trial
+        """See `Measurer`."""
+        bench = Bench(shape, self.device, clean_pool=self.clean_pool)
+        rows = [candidate.result() for candidate in candidates]
+        for number, candidate in enumerate(candidates):
+            if candidate.verdict is None:
+                if self.until is not None and time.monotonic() >= self.until:
+                    raise BudgetSpent(rows)
+                rows[number] = bench.qualify(number, candidate)
         if self._measure is None:
             self._measure = timing.clock(self.device)
-        watch = _Guarded(self._measure)
-        timings = timing.time_trials(list(trials.values()), watch, self.effort)
-        for (i, trial), time in zip(trials.items(), timings, strict=True):
-            if id(trial) in watch.failures:
-                rows[i] = replace(rows[i], verdict="crashed", reason=watch.failures[id(trial)])
-            else:
-                rows[i] = replace(rows[i], reason=time.stopped, ms=time.ms, plan_ms=time.plan_ms, spread=time.spread)
+        for number, row in bench.time({number: rows[number] for number in bench.trials}, self._measure, self.effort).items():
+            rows[number] = row
         return rows
 
-    def _qualify(self, candidate: Candidate, call: Call, seed: int) -> tuple[Trial | None, CandidateResult]:
-        """The gate: a trial that may be timed and its figures, or None and why not."""
-        try:
-            gate = check(candidate.backend, call.shape, seed=seed, clean_pool=self.clean_pool)
-            if gate.failure is not None:
-                return None, _row(candidate, gate, "disqualified", gate.failure)
-            trial = Trial.make(candidate, call)
-            full = spot_check(candidate.backend, call, trial.current, seed=seed)
-        except torch.OutOfMemoryError as error:
-            return None, candidate.result("crashed", f"out of memory: {describe(error)}")
-        except AttentionError as error:
-            return None, candidate.result("unsupported", describe(error))
-        except Exception as error:  # noqa: BLE001 - a candidate may raise anything; its reason is kept and the others go on
-            return None, candidate.result("unsupported", f"raised {describe(error)}")
-        worst = GateResult(
-            _larger(gate.error, full.error), _larger(gate.lse_error, full.lse_error), gate.leaks_nan, full.failure
-        )
-        if full.failure is not None:
-            return None, _row(candidate, worst, "disqualified", full.failure)
-        return trial, _row(candidate, worst, "slower", None)
+    def floor_ms(self, shape: AttentionShape) -> float | None:
+        return self._rates.floor_ms(shape)
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
 
 def _make_room(shape: AttentionShape, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import zip_longest
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from mla_serve.errors import UserError
 from mla_serve.selection.decision import Decision
 from mla_serve.selection.floor import flops
+from mla_serve.selection.measure import BudgetSpent
 from mla_serve.selection.selector import Selector
 from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims, Phase
 
@@ -97,28 +99,49 @@ def probe(
 ) -> list[Decision]:
     """Measures each bucket of `shapes`; every decision is in the table, and in its file, before the next bucket starts.
 
-    `again` False keeps what the table already holds, so that an interrupted probe goes on where it stopped. A bucket that no
-    kernel can serve is warned about and left out, and so are those that would start after `budget_s` seconds.
+    `again` False keeps what the table already holds, so that an interrupted probe goes on where it stopped. What another
+    process is measuring for the same file is left to it. A bucket that no kernel can serve is warned about and left out. Once
+    `budget_s` seconds have passed, the rest is not measured: those decisions are by kernel class, say so, and are not in the
+    table.
     """
     buckets = list(dict.fromkeys(Bucket.of(shape) for shape in shapes))
-    decisions: list[Decision] = []
-    began = time.monotonic()
-    for done, bucket in enumerate(buckets, start=1):
-        if budget_s is not None and time.monotonic() - began >= budget_s:
-            logger.warning(
-                "%d of %d buckets are not measured: the budget of %g s is spent",
-                len(buckets) - done + 1,
-                len(buckets),
-                budget_s,
-            )
-            break
-        held = None if again else selector.table.get(bucket, "measured", selector.fingerprint)
-        decision: Decision | None = None
-        try:
-            decision = held or selector.measure(bucket.shape)
-            decisions.append(decision)
-        except UserError as error:
-            logger.warning("%s: %s", bucket, error)
-        if progress is not None:
-            progress(done, len(buckets), decision)
-    return decisions
+    decisions: dict[Bucket, Decision | None] = {}
+    since = None if not again else datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    selector.measurer.until = None if budget_s is None else time.monotonic() + budget_s
+    try:
+        for wait in (False, True):  # first what nobody else has begun
+            for bucket in buckets:
+                if bucket in decisions:
+                    continue
+                with selector.claim(bucket, wait=wait) as ours:
+                    if not ours and not wait:
+                        continue
+                    try:
+                        decisions[bucket] = _measured(selector, bucket, since)
+                    except BudgetSpent:
+                        raise
+                    except UserError as error:
+                        logger.warning("%s: %s", bucket, error)
+                        decisions[bucket] = None
+                if progress is not None:
+                    progress(len(decisions), len(buckets), decisions[bucket])
+    except BudgetSpent:
+        left = [bucket for bucket in buckets if bucket not in decisions]
+        why = f"the budget of {budget_s:g} s was spent"
+        logger.warning("%d of %d buckets are not measured: %s", len(left), len(buckets), why)
+        decisions.update({bucket: selector.unmeasured(bucket, why) for bucket in left})
+    finally:
+        selector.measurer.until = None
+    return [decision for bucket in buckets if (decision := decisions[bucket]) is not None]
+
+
+def _measured(selector: Selector, bucket: Bucket, since: str | None) -> Decision:
+    """What the table holds, or with `since` what was measured after that; else measures. Raises BudgetSpent."""
+    selector.table.refresh()
+    held = selector.table.get(bucket, "measured", selector.fingerprint)
+    if held is not None and (since is None or (held.measured_at or "") > since):
+        return held
+    until = selector.measurer.until
+    if until is not None and time.monotonic() >= until:
+        raise BudgetSpent(())
+    return selector.measure(bucket.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,10 +19,11 @@ from mla_serve.errors import UserError
 from mla_serve.selection import availability, invariant, paddings
 from mla_serve.selection.bound import BoundSelector
 from mla_serve.selection.candidates import Candidate, candidates, check, padded_forms
+from mla_serve.selection.claims import Claims
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
 from mla_serve.selection.fingerprint import Fingerprint
-from mla_serve.selection.floor import Rates
-from mla_serve.selection.measure import InProcess, TooLarge
+from mla_serve.selection.isolated import Isolated
+from mla_serve.selection.measure import InProcess, Measurer, TooLarge
 from mla_serve.selection.pins import Pin, PinError, by_phase
 from mla_serve.selection.ranking import Form, rank
 from mla_serve.selection.table import DecisionTable
@@ -41,9 +43,11 @@ class Selector:
 
     `policy` "batch-invariant" gives each phase one kernel, in its invariant mode, for all buckets (see `invariant`).
     "measured" serves what the table holds and, off the table, the nearest measured bucket's kernel or the
-    availability policy's; it measures in `decide` only with `on_demand`. `layers` weighs a plan against its runs. `measure`
-    replaces the clock, `effort` its patience. `host_lens` False: batches come without exact host lengths. `clean_pool`: the
-    cache never holds NaN, so a kernel that lets it through may serve. Raises PinError for pins that name nobody.
+    availability policy's; it measures in `decide` only with `on_demand`. `layers` weighs a plan against its runs. `measurer`
+    says how kernels are measured; None: in a process of their own, or in this one where `backends` are given or `measure`
+    replaces the clock. `effort` is that clock's patience. `host_lens` False: batches come without exact host lengths.
+    `clean_pool`: the cache never holds NaN, so a kernel that lets it through may serve. Raises PinError for pins that name
+    nobody.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Selector:
         clean_pool: bool = False,
         measure: Measure | None = None,
         effort: Effort | None = None,
+        measurer: Measurer | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise UserError(f"there is no policy {policy!r}; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
@@ -70,8 +75,9 @@ class Selector:
         self._by_name = {backend.name: backend for backend in self.backends}
         self._pins = by_phase(pins or {}, self._by_name)
         self._fingerprint = Fingerprint.here(device, {backend.library for backend in self.backends})
-        self._measurer = InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
-        self._rates = Rates.of(device)
+        if measurer is None and measure is None and backends is None:
+            measurer = Isolated(device, effort=effort, clean_pool=clean_pool)
+        self.measurer = measurer or InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
         self._one_per_phase = invariant.OnePerPhase(self) if policy == "batch-invariant" else None
 
     @property
@@ -101,7 +107,7 @@ class Selector:
             return decision
         if self.on_demand:
             try:
-                return self.measure(shape)
+                return self._measure_once(bucket)
             except TooLarge as error:
                 logger.warning("%s", error)
         return self._nearest(bucket) or self._by_class(
@@ -111,24 +117,38 @@ class Selector:
     def measure(self, shape: AttentionShape) -> Decision:
         """Measures the bucket of `shape` now, whatever the table holds, and puts the decision into the table.
 
-        Takes seconds and runs every candidate in this process. Raises UserError if not even the last resort is right, and
-        TooLarge (one of them) for inputs that do not fit into memory.
+        Takes seconds. Raises UserError if not even the last resort is right, TooLarge (one of them) for inputs that do not fit
+        into memory, and BudgetSpent.
         """
         bucket = Bucket.of(shape if self._one_per_phase is None else invariant.mode(shape))
         began = time.monotonic()
         found = candidates(bucket.shape, self.backends, host_lens=self.host_lens)
-        rows = rank(self._measurer(bucket.shape, found), self.layers, self._neighbour(bucket))
+        rows = rank(self.measurer(bucket.shape, found), self.layers, self._neighbour(bucket))
         chosen = next((row for row in rows if row.verdict == "chosen"), None)
         if chosen is None:
             return self.last_resort(bucket, rows)
         decision = replace(
             self.decision(bucket, "measured", chosen.backend, chosen.padding, rows),
-            floor_ms=self._rates.floor_ms(bucket.shape),
+            floor_ms=self.measurer.floor_ms(bucket.shape),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             probe_seconds=round(time.monotonic() - began, 3),
         )
         self.table.put(decision)
         return decision
+
+    def claim(self, bucket: Bucket, *, wait: bool) -> AbstractContextManager[bool]:
+        """Says to other processes that share the table's file that `bucket` is being measured here. See `Claims.claim`."""
+        claims = Claims(self.table.path)
+        claims.waiting = self.measurer.waiting
+        return claims.claim(bucket, wait=wait, until=self.measurer.until)
+
+    def unmeasured(self, bucket: Bucket, why: str) -> Decision:
+        """What serves `bucket` where measuring it had to be left out, by kernel class. It is no entry of the table."""
+        return self._by_class(bucket, note=f"not measured: {why}")
+
+    def close(self) -> None:
+        """Ends the process that measures, where there is one."""
+        self.measurer.close()
 
     def bind(self, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits) -> BoundSelector:
         """The look-up of one model on this device; kernels are decided and prepared when first asked for."""
@@ -184,6 +204,12 @@ class Selector:
             assert refused is not None
             raise refused
         return min(offers, key=lambda offer: offer[0])[1]
+
+    def _measure_once(self, bucket: Bucket) -> Decision:
+        """Measures `bucket`, unless another process that shares the table does it first."""
+        with self.claim(bucket, wait=True):
+            self.table.refresh()
+            return self._hit(bucket) or self.measure(bucket.shape)
 
     def _hit(self, bucket: Bucket) -> Decision | None:
         assert self.policy != "batch-invariant", "that one is not looked up by bucket"
@@ -281,5 +307,5 @@ class Selector:
             bucket, policy, winner, padding, tuple(rows), self.fingerprint,
             library=backend.library if backend else "torch", layers=self.layers, note=note,
         )  # fmt: skip
-        logger.info("%s: %s (%s)", bucket, decision.label, note or policy)
+        logger.debug("%s: %s (%s)", bucket, decision.label, policy)
         return decision

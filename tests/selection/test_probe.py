@@ -82,7 +82,10 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(cpu: torch.device) -> Non
 
 def test_a_spent_budget_leaves_the_rest_unmeasured(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     selector = Selector(cpu, backends=[Fake()], measure=times({"fake": 1.0}))
-    assert probe(selector, [decode(), decode(batch=1)], budget_s=0.0) == []
+    left = probe(selector, [decode(), decode(batch=1)], budget_s=0.0)
+    assert [decision.policy for decision in left] == ["availability"] * 2
+    assert {decision.note for decision in left} == {"not measured: the budget of 0 s was spent"}
+    assert len(selector.table) == 0
     assert "2 of 2 buckets are not measured" in caplog.text
     assert len(probe(selector, [decode(), decode(batch=1)], budget_s=1e6)) == 2
 

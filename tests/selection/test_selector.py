@@ -270,7 +270,7 @@ def test_the_last_resort_stands_in_where_all_are_out(cpu: torch.device, caplog: 
 
 def test_real_kernels_on_a_cpu(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     chooser = Selector(cpu, effort=Effort(1, 2, 50.0, 1))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         for shape in (prefill(q_len=64), prefill(EQUAL, q_len=64, lse=True), context(q_len=32, kv_len=64), decode(DEEPSEEK)):
             decision = chooser.measure(shape)
             chosen = decision.chosen
