@@ -124,3 +124,12 @@ def test_pages_as_memory_allows(runner):
 def test_length_beyond_the_models_is_refused(runner):
     with pytest.raises(UserError, match=f"over the {MAX_LEN} tokens"):
         runner(max_model_len=MAX_LEN + 1)
+
+
+def test_a_pool_costs_no_memory_until_it_is_used(runner):
+    before = psutil.Process().memory_info().rss
+    large = runner(num_pages=2**20)
+    assert large._cache.nbytes > 2**30
+    assert psutil.Process().memory_info().rss - before < 2**28
+    rows = large.run([whole(sequence(40, range(2**20 - 10, 2**20)))])
+    torch.testing.assert_close(rows, runner().run([whole(sequence(40, range(10)))]))
