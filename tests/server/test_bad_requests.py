@@ -92,6 +92,7 @@ def test_s04_no_content_type(server: Server, path: str) -> None:
         ("/v1/chat/completions", "logprobs", 3, "logprobs"),
         ("/v1/chat/completions", "top_logprobs", 3, "top_logprobs"),
         ("/v1/chat/completions", "chat_template_kwargs", {"tokenize": True}, "chat_template_kwargs"),
+        ("/v1/chat/completions", "chat_template_kwargs", {"self": 1}, "chat_template_kwargs"),
     ],
 )
 def test_s04_wrong_types_name_the_field_and_nothing_else(server: Server, path: str, field: str, value: Any, param: str) -> None:

@@ -23,9 +23,9 @@ router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
 # Arguments of transformers' apply_chat_template, which a client must not reach through chat_template_kwargs.
 RESERVED = frozenset({
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask",
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
 })  # fmt: skip
 
 
