@@ -36,7 +36,11 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Policy = Annotated[
-    str, typer.Option(help="measured: the fastest kernel that is right; availability: by kernel class, untimed.")
+    str,
+    typer.Option(
+        help="measured: the fastest kernel that is right; availability: by kernel class, untimed; "
+        "batch-invariant: the same bits in any company, each request computed alone."
+    ),
 ]
 Attention = Annotated[str, typer.Option(metavar="PINS", help="Pin kernels: prefill=torch-flash+pad,decode=torch-mla.")]
 Decisions = Annotated[Path | None, typer.Option(help="Decision file to read and write; default: one per user and host.")]
@@ -136,6 +140,7 @@ def probe(
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt plus answer, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens per page of the latent cache.")] = None,
+    policy: Policy = "measured",
     again: Annotated[bool, typer.Option(help="Measure also what the file already holds.")] = False,
     threads: Threads = None,
     as_json: Json = False,
@@ -148,6 +153,7 @@ def probe(
     from mla_serve.models import attention_grid
     from mla_serve.selection import DecisionTable, Selector, default_table_path, render_table
     from mla_serve.selection import probe as run
+    from mla_serve.selection.invariant import mode
 
     torch.set_num_threads(threads or available_threads())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,6 +163,8 @@ def probe(
         shapes, layers = attention_grid(
             model, device, tp=tp, dtype=dtype, page_size=page_size, max_model_len=max_model_len, max_batch=max_num_seqs
         )
+    if _policy(policy) == "batch-invariant":
+        shapes = list(dict.fromkeys(map(mode, shapes)))
     path = out or default_table_path()
     selector = Selector(device, table=DecisionTable.load(path), layers=layers, clean_pool=True)
     with _progress(len(shapes)) as progress:
@@ -259,8 +267,10 @@ def explain(
 
 
 def _policy(name: str) -> Any:
-    if name not in ("measured", "availability"):
-        raise typer.BadParameter(f"there is no policy {name!r}; use measured or availability")
+    from mla_serve.selection.selector import POLICIES
+
+    if name not in POLICIES:
+        raise typer.BadParameter(f"there is no policy {name!r}; use {', '.join(POLICIES)}")
     return name
 
 

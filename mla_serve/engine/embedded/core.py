@@ -20,6 +20,7 @@ from mla_serve.engine.embedded.sampler import sample
 from mla_serve.engine.embedded.scheduler import Scheduler
 from mla_serve.engine.embedded.sequence import Work
 from mla_serve.errors import UserError
+from mla_serve.selection.invariant import CHUNK
 from mla_serve.selection.selector import Selector
 from mla_serve.selection.table import DecisionTable, default_table_path
 from mla_serve.shapes import DType
@@ -41,7 +42,13 @@ class EngineCore:
         model = ModelConfig.from_dir(config.model)
         page_size = config.page_size or (64 if device.type == "cuda" else 16)
         max_model_len = config.max_model_len or model.max_position
-        max_requests = min(config.max_requests, config.max_tokens)
+        self._alone = config.policy == "batch-invariant"
+        max_requests = min(config.max_requests, config.max_tokens - (CHUNK if self._alone else 0))
+        if max_requests < 1:
+            raise UserError(
+                f"the batch-invariant policy computes prompts in chunks of {CHUNK} tokens beside what decodes, so a step must "
+                f"take more than that; max_tokens is {config.max_tokens}"
+            )
         self.runner = Runner(
             Path(config.model),
             dtype=None if config.dtype == "auto" else cast(DType, config.dtype),
@@ -53,7 +60,7 @@ class EngineCore:
             max_model_len=max_model_len,
             selector=Selector(
                 device,
-                policy=cast(Literal["measured", "availability"], config.policy),
+                policy=cast(Literal["measured", "availability", "batch-invariant"], config.policy),
                 pins=config.pins,
                 table=DecisionTable.load(Path(config.decisions) if config.decisions else default_table_path()),
                 on_demand=config.on_demand,
@@ -63,10 +70,12 @@ class EngineCore:
             context_chunk=config.context_chunk,
         )
         _bind_pins(self.runner, config.pins)
-        pages = PageAllocator(self.runner.num_pages, page_size, prefix_cache=config.prefix_cache)
+        # Latents of another request's generated tokens have the bits of a decode: not what this one's prompt would get.
+        pages = PageAllocator(self.runner.num_pages, page_size, prefix_cache=config.prefix_cache and not self._alone)
         self.scheduler = Scheduler(
-            pages, max_requests=max_requests, max_tokens=config.max_tokens, eos_token_ids=model.eos_token_ids
-        )
+            pages, max_requests=max_requests, max_tokens=config.max_tokens, eos_token_ids=model.eos_token_ids,
+            chunk=CHUNK if self._alone else None,
+        )  # fmt: skip
         self.info = EngineInfo(
             vocab_size=model.vocab_size,
             max_model_len=min(max_model_len, pages.num_pages * page_size),
@@ -119,11 +128,15 @@ class EngineCore:
     def _run(self, works: list[Work]) -> tuple[list[Work], Tensor, list[Step]]:
         """The works that were computed, their logits, and the last Steps of requests whose work cannot be computed.
 
+        Under the batch-invariant policy each work is computed alone: equal bits in any company by construction, at the price
+        of batching.
         If the batch as a whole raises, each work is tried alone: computing twice writes the same latents. A fault of the
         accelerator, or several steps in a row in which nothing succeeds, are the engine's own end and are raised.
         """
         if pages := self.scheduler.take_suspect_pages():
             self.runner.zero_pages(pages)
+        if self._alone:  # projections and experts, too, sum in an order that depends on the rows of a step
+            return self._run_each(works)
         try:
             logits = self.runner.run(works)
         except torch.AcceleratorError:

@@ -13,7 +13,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one embedded engine.
 
     `model` is a Hugging Face directory. `dtype` and `device` "auto" mean the checkpoint's and the first GPU, or the CPU without
-    one. `policy`, `pins`, `decisions` (a table file; None: the user's) and `on_demand` go to the selector. At most
+    one. `policy`, `pins`, `decisions` (a table file; None: the user's) and `on_demand` go to the selector; under the policy
+    "batch-invariant" a request's logits are the same bits whatever else is served, at the price of batching and of the prefix
+    cache: each request is computed alone, its prompt in chunks of its own positions. At most
     `max_requests` run at once, one step computes at most `max_tokens` tokens, prompt and answer have at most `max_model_len`
     (None: what the model was made for). `page_size` tokens a page (None: 64 on a GPU, 16 elsewhere), `num_pages` of them
     (None: as memory allows). `context_chunk` cached tokens are expanded at a time. `threads` on the CPU (None: the

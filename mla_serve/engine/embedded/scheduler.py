@@ -21,14 +21,20 @@ class Scheduler:
     """Requests in, Work out; then sampled tokens in, Steps out.
 
     At most `max_requests` run at once, and one step computes at most `max_tokens` tokens. No request may need more tokens than
-    the whole pool holds.
+    the whole pool holds. With `chunk` a request is cut by its own positions alone, never by what others leave it of a step: its
+    prompt at multiples of `chunk`, and what it has generated token by token, also when it is computed again after a preemption.
     """
 
-    def __init__(self, pages: PageAllocator, *, max_requests: int, max_tokens: int, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, pages: PageAllocator, *, max_requests: int, max_tokens: int, eos_token_ids: Iterable[int] = (),
+        chunk: int | None = None,
+    ) -> None:  # fmt: skip
         assert max_requests <= max_tokens, "every running sequence must fit one step with one token at least"
+        assert chunk is None or max_requests + chunk <= max_tokens, "a chunk must fit one step beside all that decode"
         self.pages = pages
         self.max_requests = max_requests
         self.max_tokens = max_tokens
+        self.chunk = chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prompt_tokens = self.generated_tokens = self.preemptions = 0
@@ -62,11 +68,11 @@ class Scheduler:
                 counts[seq] = 1
                 budget -= 1
         for seq in self.running:  # then those that have a prompt to finish
-            if budget and seq not in counts:
-                counts[seq] = min(budget, seq.num_pending)
-                budget -= counts[seq]
-        while budget and (admitted := self._admit()):
-            counts[admitted] = min(budget, admitted.num_pending)
+            if seq not in counts and (count := self._count(seq, budget)):
+                counts[seq] = count
+                budget -= count
+        while self._room_for_head(budget) and (admitted := self._admit()):
+            counts[admitted] = self._count(admitted, budget)
             budget -= counts[admitted]
         works = [Work(seq, seq.num_computed, count) for seq, count in counts.items()]
         return sorted(works, key=lambda work: work.count != 1 or work.start == 0)
@@ -90,6 +96,18 @@ class Scheduler:
         """Ends a sequence by a fault of its own; whatever it wrote into the cache is not to be trusted."""
         seq.num_sound = 0
         return self._end(seq, "error", error=reason)
+
+    def _count(self, seq: Sequence, budget: int) -> int:
+        """How many of its tokens `seq` gets of `budget`."""
+        if self.chunk is None:
+            return min(budget, seq.num_pending)
+        at = seq.num_computed
+        end = at + 1 if at >= seq.num_prompt else min(seq.num_prompt, (at // self.chunk + 1) * self.chunk)
+        return end - at if end - at <= budget else 0
+
+    def _room_for_head(self, budget: int) -> int:
+        """Whether the head of the line, if there is one, could compute something."""
+        return self._count(self.waiting[0], budget) if self.waiting else 0
 
     def _admit(self) -> Sequence | None:
         """Moves the head of the line to the running ones, if there is room for all its tokens.
