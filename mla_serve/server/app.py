@@ -14,7 +14,7 @@ from mla_serve.server.defaults import GenerationDefaults
 from mla_serve.server.errors import install_error_handlers
 from mla_serve.server.middleware import ApiKeys, BodyLimit, RequestLog
 from mla_serve.server.responses import ErrorResponse
-from mla_serve.server.routes import attention, chat, completions, health, models
+from mla_serve.server.routes import attention, chat, completions, health, metrics, models
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
 from mla_serve.server.streaming import ClientGoneError
@@ -74,6 +74,6 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     )
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _nobody_reads)
-    for routes in (models, completions, chat, health, attention):
+    for routes in (models, completions, chat, health, attention, metrics):
         app.include_router(routes.router)
     return app

@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from mla_serve.engine.base import Engine
 from mla_serve.server.defaults import GenerationDefaults
 from mla_serve.server.errors import ApiError, bad_request
+from mla_serve.server.metrics import EngineMetrics
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.text import Tokenizer
 
@@ -36,9 +37,11 @@ class ServerState:
     draining: bool = False
     dead: str | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics: EngineMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.metrics = EngineMetrics(self.model_name)
 
     @property
     def model_name(self) -> str:

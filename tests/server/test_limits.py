@@ -48,7 +48,8 @@ def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/models", "/v1/completions", "/load", "/docs", "/openapi.json", "/nope", "/health/", "//health",
+    ["/v1/models", "/v1/completions", "/load", "/metrics", "/attention", "/attention/decisions", "/docs", "/openapi.json",
+     "/nope", "/health/", "//health",
      "/health/../v1/models", "/%68ealth/x", "/v1/models?x=/health", "/ready/../load", "/HEALTH"],
 )  # fmt: skip
 def test_every_route_wants_a_key(strict: Server, path: str) -> None:
