@@ -54,11 +54,14 @@ def server(model: Path, threads: int, note: Note, extra: tuple[str, ...] = ()) -
         with ThreadPoolExecutor(1) as drain:  # keep the pipe empty
             drain.submit(lambda: [None for _ in process.stdout or ()])
             note(f"server at {found.group()}")
-            yield found.group()
-            process.terminate()
+            try:
+                yield found.group()
+            finally:
+                process.terminate()  # else the drain, and whoever waits for it, would wait for a server that serves on
     finally:
         process.terminate()
         process.wait(60)
+        process.stdout.close()
 
 
 def complete(url: str, prompt: list[int], output_tokens: int) -> str:
