@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +44,9 @@ Policy = Annotated[
 ]
 Attention = Annotated[str, typer.Option(metavar="PINS", help="Pin kernels: prefill=torch-flash+pad,decode=torch-mla.")]
 Decisions = Annotated[Path | None, typer.Option(help="Decision file to read and write; default: one per user and host.")]
+KernelTimeout = Annotated[
+    float | None, typer.Option(min=0.1, help="Seconds one kernel gets at one shape; default: 60, on a GPU 300.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: the physical cores.")]
 
 
@@ -79,6 +82,10 @@ def serve(
     policy: Policy = "measured",
     attention: Attention = "",
     decisions: Decisions = None,
+    probe: Annotated[
+        str, typer.Option(help="When to measure what the decision file lacks: off, idle (no request), on-demand (when met).")
+    ] = "idle",
+    kernel_timeout: KernelTimeout = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt plus answer, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
@@ -103,6 +110,8 @@ def serve(
 
     if engine not in ("auto", "embedded"):
         raise typer.BadParameter(f"there is no engine {engine!r}; use auto or embedded")
+    if probe not in ("off", "idle", "on-demand"):
+        raise typer.BadParameter(f"there is no way to probe {probe!r}; use off, idle or on-demand")
     directory = resolve(model)
     config = EngineConfig(
         model=str(directory),
@@ -110,6 +119,8 @@ def serve(
         policy=_policy(policy),
         pins=parse_pins(attention),
         decisions=str(decisions) if decisions else None,
+        probe=probe,
+        kernel_timeout=kernel_timeout,
         max_model_len=max_model_len,
         max_requests=max_num_seqs,
         max_tokens=max_num_batched_tokens,
@@ -142,6 +153,8 @@ def probe(
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens per page of the latent cache.")] = None,
     policy: Policy = "measured",
     again: Annotated[bool, typer.Option(help="Measure also what the file already holds.")] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which the rest is left unmeasured.")] = None,
+    kernel_timeout: KernelTimeout = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -154,6 +167,7 @@ def probe(
     from mla_serve.selection import DecisionTable, Selector, default_table_path, render_table
     from mla_serve.selection import probe as run
     from mla_serve.selection.invariant import mode
+    from mla_serve.selection.isolated import Isolated
 
     torch.set_num_threads(threads or available_threads())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,16 +180,19 @@ def probe(
     if _policy(policy) == "batch-invariant":
         shapes = list(dict.fromkeys(map(mode, shapes)))
     path = out or default_table_path()
-    selector = Selector(device, table=DecisionTable.load(path), layers=layers, clean_pool=True)
-    with _progress(len(shapes)) as progress:
-        decisions = run(selector, shapes, progress=progress, again=again)
+    measurer = Isolated(device, clean_pool=True, seconds=kernel_timeout)
+    selector = Selector(device, table=DecisionTable.load(path), layers=layers, clean_pool=True, measurer=measurer)
+    with closing(selector), _progress(len(shapes)) as progress:
+        decisions = run(selector, shapes, progress=progress, again=again, budget_s=budget)
     selector.table.save(path)
     if as_json:
         emit([decision.to_json() for decision in decisions])
         return
     render_table(decisions)
-    padded = sum(decision.padding is not None for decision in decisions)
-    note(f"{len(decisions)} buckets in {path}; a padded kernel won {padded} of them")
+    padded = sum(decision.padding is not None and decision.policy == "measured" for decision in decisions)
+    left = sum(decision.policy != "measured" for decision in decisions)
+    unmeasured = f"; {left} more were not measured in {budget:g} s" if left else ""
+    note(f"{len(decisions) - left} buckets in {path}; a padded kernel won {padded} of them{unmeasured}")
 
 
 @contextmanager
@@ -259,7 +276,8 @@ def explain(
         device, policy=_policy(policy), pins=parse_pins(attention), clean_pool=True, on_demand=True,
         table=DecisionTable.load(decisions or default_table_path()),
     )  # fmt: skip
-    decision = selector.decide(shape)
+    with closing(selector):
+        decision = selector.decide(shape)
     if as_json:
         emit(decision.to_json() | {"why": decision_sentence(decision)})
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_serve.backends.base import AttentionError, Backend, BatchLayout, Limits, Plan, State
 from mla_serve.backends.padded import Padding
+from mla_serve.errors import UserError
 from mla_serve.selection.decision import Decision
 from mla_serve.selection.pins import PinError
 from mla_serve.shapes import AttentionShape, DType, MLADims
@@ -94,6 +95,21 @@ class BoundSelector:
         """All decisions in force, in the order in which they were first needed."""
         return [kernel.decision for kernel in self._kernels.values()]
 
+    def refresh(self) -> None:
+        """Decides all buckets again that were needed so far, after the table has changed. No Plan may be live.
+
+        Where the new kernel cannot be had, the old one stays, with a warning.
+        """
+        for key, old in self._kernels.items():
+            try:
+                decision = self._selector.decide(old.decision.bucket.shape)
+                same = (decision.winner, decision.padding) == (old.decision.winner, old.decision.padding)
+                self._kernels[key] = replace(old, decision=decision) if same else self._prepare(decision)
+            except UserError as error:
+                logger.warning("%s stays with %s: %s", old.decision.bucket, old.decision.label, error)
+        in_force = {self._alike(kernel.decision) for kernel in self._kernels.values()}
+        self._states = {key: state for key, state in self._states.items() if key in in_force}
+
     def _bind(self, key: tuple[int, ...]) -> Kernel:
         shape = self._shape(key)
         decision = self._selector.decide(shape)
@@ -111,14 +127,17 @@ class BoundSelector:
         return kernel
 
     def _prepare(self, decision: Decision) -> Kernel:
-        shape = decision.bucket.shape
-        q_len = shape.q_len if shape.absorbed else 0  # kernels are built for a decode's query tokens per request
-        alike = replace(shape, batch=0, q_len=q_len, kv_len=0, ragged=False)
-        key = (decision.winner, decision.padding, alike)
+        key = self._alike(decision)
         if key not in self._states:
             backend = self._selector.backend_of(decision)
-            self._states[key] = backend, backend.prepare(shape, self.limits)
+            self._states[key] = backend, backend.prepare(decision.bucket.shape, self.limits)
         return Kernel(*self._states[key], decision)
+
+    def _alike(self, decision: Decision) -> tuple[str, Padding | None, AttentionShape]:
+        """What decisions have in common that share one State."""
+        shape = decision.bucket.shape
+        q_len = shape.q_len if shape.absorbed else 0  # kernels are built for a decode's query tokens per request
+        return decision.winner, decision.padding, replace(shape, batch=0, q_len=q_len, kv_len=0, ragged=False)
 
     def _shape(self, key: tuple[int, ...]) -> AttentionShape:
         """The bucket of a key: its sizes are exponents of two."""

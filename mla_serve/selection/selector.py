@@ -136,6 +136,17 @@ class Selector:
         self.table.put(decision)
         return decision
 
+    def measured(self, shape: AttentionShape) -> Decision | None:
+        """What was measured for the very bucket of `shape` on this host, if anything was."""
+        return self.table.get(Bucket.of(shape), "measured", self.fingerprint)
+
+    def adopt(self, decisions: Sequence[Decision]) -> bool:
+        """Takes decisions that were measured elsewhere into the table in memory. Whether any of them was news."""
+        news = [decision for decision in decisions if self.measured(decision.bucket.shape) != decision]
+        for decision in news:
+            self.table.put(decision, save=False)
+        return bool(news)
+
     def claim(self, bucket: Bucket, *, wait: bool) -> AbstractContextManager[bool]:
         """Says to other processes that share the table's file that `bucket` is being measured here. See `Claims.claim`."""
         claims = Claims(self.table.path)

@@ -45,8 +45,8 @@ class Child:
         self._rates = Rates.of(self._device)
         self._runs = board.read()[1]
         if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            torch.cuda.set_per_process_memory_fraction(0.9 * free / total, self._device)
+            free, total = torch.cuda.mem_get_info(self._device)  # the other half is for those that serve meanwhile
+            torch.cuda.set_per_process_memory_fraction(0.5 * free / total, self._device)
 
     @torch.inference_mode()
     def serve(self) -> None:

@@ -1,7 +1,6 @@
 """Kernels that break the process they run in. Right where they answer at all; a worker makes them as `cls(device)`.
 
-`Hoards` and its like do their worst in `prepare`, the first thing that is asked of a candidate; `AbortsLater` only once it is
-timed, when it has been found right.
+They do their worst in `prepare`, the first thing that is asked of a candidate; `AbortsLater` only once it has been found right.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ from tests.selection.fakes import Fake
 
 class Misbehaving(Fake):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(type(self).__name__.lower(), kinds=lambda _: Kind.UNFUSED)
+        super().__init__(
+            type(self).__name__.lower(),
+            kinds=lambda _: Kind.UNFUSED,
+            refuse=lambda shape: None if shape.absorbed else "takes the absorbed form only",
+        )
         self.device = device
 
     def prepare(self, shape: AttentionShape, limits: Limits) -> State:
@@ -58,6 +61,20 @@ class Hoards(Misbehaving):
         hoard = []
         while True:
             hoard.append(torch.ones(1 << 24))
+
+
+class HoardsCuda(Misbehaving):
+    def misbehave(self) -> None:
+        hoard = []
+        while True:
+            hoard.append(torch.empty(1 << 30, dtype=torch.int8, device=self.device))
+
+
+class SpoilsCuda(Misbehaving):
+    """An index out of range, which no later call of that process recovers from."""
+
+    def misbehave(self) -> None:
+        torch.zeros(8, device=self.device)[torch.full((8,), 1 << 20, device=self.device)].sum().item()
 
 
 class Floods(Misbehaving):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 
+from mla_serve.backends.registry import load_backends
 from mla_serve.selection.fingerprint import Fingerprint
+from mla_serve.selection.isolated import Isolated
 from mla_serve.selection.selector import Selector
 from mla_serve.selection.timing import Effort
 from mla_serve.shapes import AttentionShape
 from tests.selection.fakes import DEEPSEEK, context, decode, prefill
+from tests.selection.misbehaving import Aborts, HoardsCuda, SpoilsCuda
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +51,20 @@ def test_the_fingerprint_names_the_gpu() -> None:
     assert here.capability
     assert here.threads is None
     assert here.driver
+
+
+def test_k15_a_spoilt_context_and_a_hoarder_cost_only_themselves() -> None:
+    gpu = torch.device("cuda")
+    measurer = Isolated(gpu, effort=Effort(3, 5, 200.0, 2), seconds=60.0)
+    backends = [SpoilsCuda(gpu), HoardsCuda(gpu), Aborts(gpu), *load_backends(gpu, only={"torch-mla"})]
+    chooser = Selector(gpu, backends=backends, measurer=measurer)
+    free = torch.cuda.mem_get_info()[0]
+    with closing(chooser):
+        decision = chooser.measure(replace(decode(DEEPSEEK, batch=8, kv_len=1024, page_size=64), dtype="bfloat16"))
+    rows = {row.backend: row for row in decision.candidates}
+    assert {rows[name].verdict for name in ("spoilscuda", "hoardscuda", "aborts")} == {"crashed"}, rows
+    assert "device-side assert" in (rows["spoilscuda"].reason or "")
+    assert "out of memory" in (rows["hoardscuda"].reason or "")
+    assert (decision.winner, rows["torch-mla"].verdict) == ("torch-mla", "chosen")
+    torch.cuda.synchronize()  # here nothing is spoilt
+    assert torch.cuda.mem_get_info()[0] > free - (1 << 28)

@@ -43,7 +43,14 @@ def test_decisions_are_there_after_the_warm_up(server: Server) -> None:
 
 def test_the_start_says_what_runs_and_how_to_ask_it(server: Server) -> None:
     start = server.output
-    for expected in (f"model      {MODEL}", "EmbeddedEngine on cpu, float32", "serves prefill", "serves decode", server.url):
+    for expected in (
+        f"model      {MODEL}",
+        "EmbeddedEngine on cpu, float32",
+        "attention  prefill  ",
+        "           decode   ",
+        "by kernel class",
+        server.url,
+    ):
         assert expected in start
     command = next(line for line in start.splitlines() if line.startswith("curl "))
     assert command.startswith(f"curl {server.url}/v1/chat/completions ")

@@ -15,12 +15,15 @@ from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.engine.embedded.kv_cache import PageAllocator
 from mla_serve.engine.embedded.limits import check_request
 from mla_serve.engine.embedded.messages import EngineConfig
+from mla_serve.engine.embedded.probing import PROBES, idle_probe
 from mla_serve.engine.embedded.runner import Runner
 from mla_serve.engine.embedded.sampler import sample
 from mla_serve.engine.embedded.scheduler import Scheduler
 from mla_serve.engine.embedded.sequence import Work
 from mla_serve.errors import UserError
+from mla_serve.selection.idle import IdleProbe
 from mla_serve.selection.invariant import CHUNK
+from mla_serve.selection.isolated import Isolated
 from mla_serve.selection.selector import Selector
 from mla_serve.selection.table import DecisionTable, default_table_path
 from mla_serve.shapes import DType
@@ -49,6 +52,18 @@ class EngineCore:
                 f"the batch-invariant policy computes prompts in chunks of {CHUNK} tokens beside what decodes, so a step must "
                 f"take more than that; max_tokens is {config.max_tokens}"
             )
+        # Pages that may hold NaN are zeroed before anyone else gets them: a clean pool.
+        self.measurer = Isolated(device, clean_pool=True, seconds=config.kernel_timeout)
+        self.selector = Selector(
+            device,
+            policy=cast(Literal["measured", "availability", "batch-invariant"], config.policy),
+            pins=config.pins,
+            table=DecisionTable.load(Path(config.decisions) if config.decisions else default_table_path()),
+            on_demand=config.probe == "on-demand",
+            layers=model.num_layers,
+            clean_pool=True,
+            measurer=self.measurer,
+        )
         self.runner = Runner(
             Path(config.model),
             dtype=None if config.dtype == "auto" else cast(DType, config.dtype),
@@ -58,15 +73,7 @@ class EngineCore:
             max_requests=max_requests,
             max_tokens=config.max_tokens,
             max_model_len=max_model_len,
-            selector=Selector(
-                device,
-                policy=cast(Literal["measured", "availability", "batch-invariant"], config.policy),
-                pins=config.pins,
-                table=DecisionTable.load(Path(config.decisions) if config.decisions else default_table_path()),
-                on_demand=config.on_demand,
-                layers=model.num_layers,
-                clean_pool=True,  # pages that may hold NaN are zeroed before anyone else gets them
-            ),
+            selector=self.selector,
             context_chunk=config.context_chunk,
         )
         _bind_pins(self.runner, config.pins)
@@ -84,6 +91,12 @@ class EngineCore:
             device=str(device),
         )
         self._barren_steps = 0
+        self.prober: IdleProbe | None = None
+        if config.probe == "idle" and config.policy == "measured":
+            self.prober = idle_probe(
+                self.runner, self.selector, self.measurer,
+                pins=config.pins, max_model_len=max_model_len, max_requests=max_requests, max_tokens=config.max_tokens,
+            )  # fmt: skip
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +104,8 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError if it can never run or its id is in use."""
+        if self.prober is not None:
+            self.prober.pause()  # before anything else: it has the cores that this request needs
         check_request(request, self.info)
         if self.scheduler.find(request.id) is not None:
             raise ValueError(f"a request with the id {request.id!r} is running; give each its own")
@@ -100,6 +115,25 @@ class EngineCore:
         """Ends a request and frees its pages; its last Step, or None if there is no such request."""
         seq = self.scheduler.find(request_id)
         return None if seq is None else self.scheduler.abort(seq)
+
+    def rest(self) -> None:
+        """To be called now and then while there is no work: probing goes on, and what it has found takes effect.
+
+        Kernels change here and nowhere else, so that no request's do.
+        """
+        assert not self.has_work, "kernels change between requests only"
+        if self.prober is None:
+            return
+        if self.selector.adopt(self.prober.rest()):
+            self.runner.bound.refresh()
+        if self.prober.done:
+            self.prober = None
+
+    def close(self) -> None:
+        """Ends the process that measures, where there is one."""
+        if self.prober is not None:
+            self.prober.stop()
+        self.measurer.close()
 
     def step(self) -> list[Step]:
         """Computes one batch and returns what is new: at most one Step per request."""
@@ -185,6 +219,8 @@ def _check(config: EngineConfig) -> None:
     """Raises UserError for settings that no model could be served with."""
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise UserError(f"there is no dtype {config.dtype!r} to serve in; use auto, {', '.join(DTYPES)}")
+    if config.probe not in PROBES:
+        raise UserError(f"there is no way to probe {config.probe!r}; use {', '.join(PROBES)}")
     for name in ("max_model_len", "max_requests", "max_tokens", "page_size", "num_pages", "context_chunk", "threads"):
         value = getattr(config, name)
         if value is not None and value < 1:

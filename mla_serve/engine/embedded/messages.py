@@ -12,14 +12,15 @@ from mla_serve.engine.base import EngineInfo, Request, Stats, Step
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one embedded engine.
 
-    `model` is a Hugging Face directory. `dtype` and `device` "auto" mean the checkpoint's and the first GPU, or the CPU without
-    one. `policy`, `pins`, `decisions` (a table file; None: the user's) and `on_demand` go to the selector; under the policy
-    "batch-invariant" a request's logits are the same bits whatever else is served, at the price of batching and of the prefix
-    cache: each request is computed alone, its prompt in chunks of its own positions. At most
-    `max_requests` run at once, one step computes at most `max_tokens` tokens, prompt and answer have at most `max_model_len`
-    (None: what the model was made for). `page_size` tokens a page (None: 64 on a GPU, 16 elsewhere), `num_pages` of them
-    (None: as memory allows). `context_chunk` cached tokens are expanded at a time. `threads` on the CPU (None: the
-    physical cores that this process may use).
+    `model` is a Hugging Face directory. `dtype` and `device` "auto" mean the checkpoint's and the first GPU, or the CPU
+    without one. `policy`, `pins` and `decisions` (a table file; None: the user's) go to the selector. `probe` says when shapes
+    that the table lacks are measured: "off", "idle" (while there is no request) or "on-demand" (when first met);
+    `kernel_timeout` are the seconds that one kernel gets at one shape (None: by device). Under the policy "batch-invariant" a
+    request's logits are the same bits whatever else is served, at the price of batching and of the prefix cache: each request
+    is computed alone, its prompt in chunks of its own positions. At most `max_requests` run at once, one step computes at most
+    `max_tokens` tokens, prompt and answer have at most `max_model_len` (None: what the model was made for). `page_size` tokens
+    a page (None: 64 on a GPU, 16 elsewhere), `num_pages` of them (None: as memory allows). `context_chunk` cached tokens are
+    expanded at a time. `threads` on the CPU (None: the physical cores that this process may use).
     """
 
     model: str
@@ -28,7 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "measured"
     pins: dict[str, str] = {}
     decisions: str | None = None
-    on_demand: bool = False
+    probe: str = "off"
+    kernel_timeout: float | None = None
     max_model_len: int | None = None
     max_requests: int = 64
     max_tokens: int = 2048

@@ -78,6 +78,14 @@ class Link:
 
 def serve(core: EngineCore, link: Link) -> None:
     """Turns the loop until told to stop. Raises what `core.step` raises."""
+
+    def beat() -> None:
+        """While a kernel is measured in the middle of a step, so that the engine does not count as hung."""
+        link.turn([], core.stats())
+        link.flush()
+
+    if core.prober is None:  # that one waits on a thread of its own
+        core.measurer.waiting = beat
     while True:
         ended: list[Step] = []
         for message in link.receive(0 if core.has_work else RETRY if link.full else HEARTBEAT):
@@ -93,8 +101,13 @@ def serve(core: EngineCore, link: Link) -> None:
                 case m.AskDecisions(number):
                     link.reply(m.Decisions(number, core.decisions()))
                 case m.Stop():
+                    core.close()
                     return
-        steps = core.step() if core.has_work else []
+        steps: list[Step] = []
+        if core.has_work:
+            steps = core.step()
+        else:
+            core.rest()
         link.turn(ended + steps, core.stats())
         link.flush()
 
