@@ -29,9 +29,14 @@ class Layer:
     mlp_norm: Norm
     mlp: MLP | MoE
 
-    def add_to(self, total: Tensor, cache: Tensor, step: StepAttention) -> None:
+    def __call__(self, total: Tensor, cache: Tensor, step: StepAttention, rows: Tensor | None = None) -> Tensor:
+        """total [tokens, hidden], changed in place and returned. `rows`, for the last layer: those wanted after attention."""
         self.attention.add_to(total, self.attention_norm(total), cache, step)
-        self.mlp.add_to(total, self.mlp_norm(total))
+        if rows is not None:
+            total = total.index_select(0, rows)
+        if total.shape[0]:  # a step in the middle of a prompt wants no row at all
+            self.mlp.add_to(total, self.mlp_norm(total))
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,7 @@ class Model:
         """
         total = F.embedding(tokens, self.embedding)
         for layer, latents in zip(self.layers, cache, strict=True):
-            layer.add_to(total, latents, step)
-        if rows is not None:
-            total = total.index_select(0, rows)
+            total = layer(total, latents, step, rows if layer is self.layers[-1] else None)
         return self.head(self.norm(total)).float()
 
 
