@@ -46,7 +46,7 @@ class Child:
         self._runs = board.read()[1]
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)  # the other half is for those that serve meanwhile
-            torch.cuda.set_per_process_memory_fraction(0.5 * free / total, self._device)
+            torch.cuda.set_per_process_memory_fraction(0.5 * free / total, self._device.index or 0)
 
     @torch.inference_mode()
     def serve(self) -> None:

@@ -53,7 +53,7 @@ def children() -> set[psutil.Process]:
 
 
 def test_k15_who_breaks_the_worker_costs_only_itself(cpu: torch.device, isolated: Isolated) -> None:
-    isolated.seconds = 3.0
+    isolated.seconds = 2.0
     bad = [m.Aborts, m.Hangs, m.Hoards, m.Floods, m.Segfaults, m.Exits, m.AbortsLater]
     backends = [cls(cpu) for cls in bad] + [m.Right(cpu), *load_backends(cpu, only={"torch-mla"})]
     selector = Selector(cpu, backends=backends, measurer=isolated)
@@ -61,7 +61,7 @@ def test_k15_who_breaks_the_worker_costs_only_itself(cpu: torch.device, isolated
     rows = by_name(decision)
     expected = {
         "aborts": ("crashed", "signal 6, Aborted; it printed: terminate called without an active exception"),
-        "hangs": ("timed-out", "did not return within 3 s"),
+        "hangs": ("timed-out", "did not return within 2 s"),
         "hoards": ("crashed", "memory"),
         "floods": ("crashed", "printed more than 16 MiB; it printed: much ado"),
         "segfaults": ("crashed", "signal 11, Segmentation fault"),
@@ -81,11 +81,9 @@ def test_k15_who_breaks_the_worker_costs_only_itself(cpu: torch.device, isolated
 
     again = by_name(selector.measure(decode(batch=4)))
     assert "did not return" in (again["hangs"].reason or "")
-    began = time.monotonic()
     third = by_name(selector.measure(decode(batch=8)))
     assert (third["hangs"].verdict, third["aborts"].verdict) == ("timed-out", "crashed")
     assert all("not tried again" in (third[name].reason or "") for name in expected)
-    assert time.monotonic() - began < 3.0, "nobody waits for it a third time"
     assert third["right"].ms is not None
 
 
@@ -118,7 +116,7 @@ def test_a_well_behaved_worker_is_kept_and_one_killed_from_outside_is_replaced(c
 
 
 def test_a_pause_stops_the_clock_and_nobody_is_blamed(cpu: torch.device, isolated: Isolated) -> None:
-    isolated.seconds = 3.0
+    isolated.seconds = 2.0
     isolated.close()
     before, rows = children(), []
     selector = Selector(cpu, backends=[m.Right(cpu)], measurer=isolated)
@@ -134,7 +132,7 @@ def test_a_pause_stops_the_clock_and_nobody_is_blamed(cpu: torch.device, isolate
         time.sleep(0.2)
         stopped = [child.status() for child in children() - before]
         assert set(stopped) <= {psutil.STATUS_STOPPED}, stopped
-    time.sleep(3.5)  # longer than a candidate may take
+    time.sleep(2.5)  # longer than a candidate may take
     isolated.shop.resume()
     thread.join(30)
     assert rows[0].verdict == "chosen"
@@ -165,7 +163,7 @@ def test_a_budget_ends_what_hangs(cpu: torch.device, isolated: Isolated) -> None
     selector = Selector(cpu, backends=backends, measurer=isolated)
     began = time.monotonic()
     decisions = probe(selector, [decode(), decode(batch=4)], budget_s=2.0)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < isolated.seconds, "it was not waited for to the end"
     assert len(selector.table) == 0, "what was not measured is no entry of the table"
     assert [decision.policy for decision in decisions] == ["availability"] * 2
     for decision in decisions:
