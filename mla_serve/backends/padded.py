@@ -92,7 +92,8 @@ class Padded(Backend):
         self.require(shape)
         pad, dtype = self.padding, torch_dtype(shape.dtype)
         if shape.absorbed:
-            sizes = {"q_nope": (limits.max_tokens, shape.v), "q_pe": (limits.max_tokens, shape.rope)}
+            tokens = min(limits.max_tokens, limits.max_requests * shape.q_len)
+            sizes = {"q_nope": (tokens, shape.v), "q_pe": (tokens, shape.rope)}
         else:
             tokens, kv_tokens = limits.max_tokens, limits.max_kv_tokens
             sizes = {"q": (tokens, pad.qk), "k": (kv_tokens, pad.qk), "v": (kv_tokens, pad.v)}

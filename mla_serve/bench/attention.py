@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 import torch
 
 from mla_serve.backends.base import Plan
-from mla_serve.selection import Decision, Kernel, Selector, candidates, timing
+from mla_serve.selection import Decision, Kernel, Selector, candidates, paddings, timing
 from mla_serve.selection.gate import check
 from mla_serve.selection.inputs import Call, full_size, limits_of, make_call
 from mla_serve.selection.measure import Trial
 from mla_serve.shapes import AttentionShape, MLADims, Phase
 
-EFFORT = timing.Effort(least_rounds=9, most_rounds=9, plans=1, stop_at=float("inf"))
+EFFORT = timing.Effort(least_rounds=15, most_rounds=15, plans=1, stop_at=float("inf"))
 
 Note = Callable[[str], None]
 
@@ -78,6 +78,12 @@ class Chosen:
     def decision(self) -> Decision:
         return self.kernel().decision
 
+    @property
+    def name(self) -> str:
+        """The kernel, and how it is padded."""
+        padding = self.decision.padding
+        return self.decision.label + (f" ({paddings.describe(self.shape, padding)})" if padding else "")
+
     def run(self) -> object:
         kernel = self.kernel()
         return kernel.run_prefill(*self.call.tensors, self.current, need_lse=self.shape.lse)
@@ -108,7 +114,8 @@ def measure(shape: AttentionShape, selector: Selector) -> Row:
         if not of_form:
             return None, None
         candidate, time = min(of_form, key=lambda pair: pair[1].ms)
-        return candidate.label, time.ms
+        form = f" ({paddings.describe(shape, candidate.padding)})" if candidate.padding else ""
+        return candidate.label + form, time.ms
 
     (native, native_ms), (padded, padded_ms) = best(False), best(True)
     return Row(
@@ -124,7 +131,7 @@ def measure(shape: AttentionShape, selector: Selector) -> Row:
         native_ms=native_ms,
         padded=padded,
         padded_ms=padded_ms,
-        chosen=chosen.decision.label,
+        chosen=chosen.name,
         chosen_ms=chosen_time.ms,
         why=decision_sentence(chosen.decision),
     )

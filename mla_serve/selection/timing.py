@@ -65,7 +65,7 @@ class Timing:
 
 
 def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> list[Timing]:
-    """Times all trials in interleaved rounds, in their order.
+    """Times all trials in interleaved rounds, each beginning with another trial.
 
     A trial drops out once even its fastest round, of two at least, is `effort.stop_at` times the best trial's median. With one
     trial left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
@@ -76,10 +76,11 @@ def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> li
         racing = sum(timing.stopped is None for timing in timings)
         if number >= effort.least_rounds and (racing < 2 or spent > effort.milliseconds):
             break
-        for trial, timing in zip(trials, timings, strict=True):
-            if timing.stopped is None:
-                timing.samples.append(measure(trial, "run"))
-                spent += timing.samples[-1]
+        for turn in range(len(trials)):
+            at = (number + turn) % len(trials)  # nobody is always last, after the caches were filled by the same neighbour
+            if timings[at].stopped is None:
+                timings[at].samples.append(measure(trials[at], "run"))
+                spent += timings[at].samples[-1]
         if number == 0:
             continue
         best = min((t.ms for t in timings if t.stopped is None), default=0.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_serve.engine.base import Request, Sampling
-from mla_serve.engine.embedded.core import MAX_BARREN_STEPS, EngineCore
+from mla_serve.engine.embedded.core import EngineCore
 from mla_serve.errors import UserError
 from tests.engine.conftest import EOS, MAX_LEN, VOCAB
 
@@ -226,20 +226,34 @@ def test_a_request_that_cannot_be_computed_ends_alone(settings, roomy, monkeypat
     assert [client.tokens["g1"], client.tokens["g2"]] == roomy.run(*good)
 
 
-@pytest.mark.parametrize(("error", "steps"), [(RuntimeError("broken"), MAX_BARREN_STEPS), (torch.AcceleratorError("lost"), 1)])
-def test_an_engine_that_cannot_compute_anything_gives_up(settings, monkeypatch, error, steps):
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.AcceleratorError("lost")])
+def test_an_engine_that_cannot_compute_anything_gives_up(settings, monkeypatch, error):
     client = Client(EngineCore(settings()))
 
     def spoil(works, logits):
         raise error
 
     breaking(client.core, monkeypatch, spoil)
-    for i in range(steps - 1):
-        client.run(request(f"r{i}", 5))
-        assert client.last[f"r{i}"].finish_reason == "error"
-    client.add(request("last", 5))
+    client.add(request("r", 5))
     with pytest.raises(type(error), match=str(error)):
         client.step()
+
+
+def test_requests_that_fail_one_after_the_other_do_not_end_an_engine_that_works(settings, roomy, monkeypatch):
+    client = Client(EngineCore(settings()))
+
+    def spoil(works, logits):
+        if any(work.seq.id.startswith("bad") for work in works):
+            raise torch.OutOfMemoryError("a chunk of this size does not fit")
+        return logits
+
+    breaking(client.core, monkeypatch, spoil)
+    for i in range(6):
+        client.run(request(f"bad{i}", 30))
+        assert client.last[f"bad{i}"].finish_reason == "error"
+    good = request("good", 20)
+    assert client.run(good) == roomy.run(good)
+    assert client.core.stats().kv_pages_free == client.core.stats().kv_pages_total
 
 
 def test_info_and_decisions(roomy):

@@ -33,7 +33,7 @@ def test_rounds_are_interleaved_and_slow_trials_stop_early() -> None:
         return clock(trial, part)
 
     a, b, c = time_trials([Named("a"), Named("b"), Named("c")], measure, Effort(least_rounds=3, most_rounds=4))
-    assert order == ["a", "b", "c", "a", "b", "c", "a", "b", "a", "b"]
+    assert order == ["a", "b", "c", "b", "c", "a", "a", "b", "a", "b"]
     assert (a.ms, b.ms, c.ms) == (1.0, 2.9, 3.0)
     assert (a.plan_ms, a.stopped, b.stopped) == (0.5, None, None)
     assert "3x" in (c.stopped or "")

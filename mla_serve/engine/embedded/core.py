@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from mla_serve.engine.base import EngineInfo, Request, Stats, Step
+from mla_serve.engine.base import EngineInfo, Request, Sampling, Stats, Step
 from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.engine.embedded.kv_cache import PageAllocator
 from mla_serve.engine.embedded.limits import check_request
@@ -19,7 +19,7 @@ from mla_serve.engine.embedded.probing import PROBES, idle_probe
 from mla_serve.engine.embedded.runner import Runner
 from mla_serve.engine.embedded.sampler import sample
 from mla_serve.engine.embedded.scheduler import Scheduler
-from mla_serve.engine.embedded.sequence import Work
+from mla_serve.engine.embedded.sequence import Sequence, Work
 from mla_serve.errors import UserError
 from mla_serve.selection.idle import IdleProbe
 from mla_serve.selection.invariant import CHUNK
@@ -32,7 +32,6 @@ __all__ = ["EngineConfig", "EngineCore"]
 
 logger = logging.getLogger(__name__)
 
-MAX_BARREN_STEPS = 3  # steps in a row in which every request failed, until the engine itself counts as broken
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -90,7 +89,6 @@ class EngineCore:
             dtype=self.runner.dtype,
             device=str(device),
         )
-        self._barren_steps = 0
         self.prober: IdleProbe | None = None
         if config.probe == "idle" and config.policy == "measured":
             self.prober = idle_probe(
@@ -165,21 +163,18 @@ class EngineCore:
         Under the batch-invariant policy each work is computed alone: equal bits in any company by construction, at the price
         of batching.
         If the batch as a whole raises, each work is tried alone: computing twice writes the same latents. A fault of the
-        accelerator, or several steps in a row in which nothing succeeds, are the engine's own end and are raised.
+        accelerator, or a step in which not even a single token of ours can be computed, is the engine's own end and is raised.
         """
         if pages := self.scheduler.take_suspect_pages():
             self.runner.zero_pages(pages)
         if self._alone:  # projections and experts, too, sum in an order that depends on the rows of a step
             return self._run_each(works)
         try:
-            logits = self.runner.run(works)
+            return works, self.runner.run(works), []
         except torch.AcceleratorError:
             raise
         except Exception:
             logger.exception("a step of %d requests failed; each is tried alone", len(works))
-        else:
-            self._barren_steps = 0
-            return works, logits, []
         return self._run_each(works)
 
     def _run_each(self, works: list[Work]) -> tuple[list[Work], Tensor, list[Step]]:
@@ -195,11 +190,20 @@ class EngineCore:
             except Exception as error:
                 logger.exception("request %s failed", work.seq.id)
                 errors.append((work, error))
-        self._barren_steps = 0 if done else self._barren_steps + 1
-        if self._barren_steps == MAX_BARREN_STEPS:
-            raise errors[-1][1]
         failed = [self.scheduler.fail(work.seq, f"this request could not be computed: {error}") for work, error in errors]
+        if errors and not done:
+            self._try_one_token()
         return done, torch.cat(rows) if rows else torch.empty(0, self.info.vocab_size), failed
+
+    def _try_one_token(self) -> None:
+        """Computes one token for nobody; raises what it raises. Where every request fails, this tells theirs from our fault."""
+        pages = self.scheduler.pages.allocate(1)
+        canary = Sequence.of(Request("canary", [0], Sampling(max_tokens=1)))
+        canary.pages = pages
+        try:
+            self.runner.run([Work(canary, 0, 1)])
+        finally:
+            self.scheduler.pages.free(pages)
 
 
 def _bind_pins(runner: Runner, pins: Mapping[str, str]) -> None:
