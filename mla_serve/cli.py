@@ -43,7 +43,7 @@ Policy = Annotated[
     ),
 ]
 Attention = Annotated[str, typer.Option(metavar="PINS", help="Pin kernels: prefill=torch-flash+pad,decode=torch-mla.")]
-Decisions = Annotated[Path | None, typer.Option(help="Decision file to read and write; default: one per user and host.")]
+Decisions = Annotated[Path | None, typer.Option(help="Decision file to read and write; default: one per user.")]
 KernelTimeout = Annotated[
     float | None, typer.Option(min=0.1, help="Seconds one kernel gets at one shape; default: 60, on a GPU 300.")
 ]

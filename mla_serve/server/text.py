@@ -194,7 +194,7 @@ class Tokenizer:
                 messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, **extra,
             )  # fmt: skip
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise bad_request(f"The chat template refuses these messages: {error}", "messages") from error
         assert isinstance(prompt, str)
         return prompt

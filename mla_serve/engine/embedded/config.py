@@ -169,7 +169,9 @@ def _rope_call(fields: Fields, function: Any) -> Any:
     """Runs one of shapes' readers of the rope settings, with its complaint made the file's."""
     try:
         return function(fields.raw)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError as missing:
+        raise fields.error(f"has rope settings without {missing}; take them from the model's own config.json") from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise fields.error(
             f"has rope settings that cannot be used ({error}); take them from the model's own config.json"
         ) from None
