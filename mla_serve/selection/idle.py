@@ -66,7 +66,7 @@ class IdleProbe:
         """Ends the worker, whatever it is doing, and then the thread."""
         self._shop.stop()
         if self._thread is not None:
-            self._thread.join(5.0)
+            self._thread.join(2.0)
 
     def _run(self) -> None:
         began = time.monotonic()

@@ -12,12 +12,11 @@ import torch
 
 from mla_serve.backends.base import Backend
 from mla_serve.backends.registry import GROUP
-from mla_serve.errors import UserError
 from mla_serve.selection import wire
 from mla_serve.selection.candidates import Candidate
 from mla_serve.selection.decision import CandidateResult
 from mla_serve.selection.floor import Rates, traffic
-from mla_serve.selection.measure import BudgetSpent, TooLarge
+from mla_serve.selection.measure import BudgetSpent, NotMeasured, TooLarge
 from mla_serve.selection.timing import Effort
 from mla_serve.selection.workshop import Lost, Workshop
 from mla_serve.shapes import AttentionShape, Bucket, Phase
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = {"cpu": 60.0, "cuda": 300.0}  # a kernel's at one bucket; on a GPU it may have to be compiled first
 STRIKES = 2  # of a backend in one phase; its other buckets are not tried then
-MEMORY = 2 << 30  # bytes of host memory that any candidate may take
+MEMORY = {"cpu": 2 << 30, "cuda": 8 << 30}  # bytes of host memory for any candidate; CUDA's libraries take some too
 
 
 class Isolated:
@@ -91,7 +90,7 @@ class Isolated:
     def _open(self, shape: AttentionShape, rows: Sequence[CandidateResult]) -> None:
         """Has the inputs made, in a child that holds nothing yet of this bucket."""
         self._held.clear()
-        request = wire.Open(shape, torch.get_num_threads(), _memory(shape))
+        request = wire.Open(shape, torch.get_num_threads(), self._memory(shape))
         for last in (False, True):
             try:
                 answer = self.shop.ask(request, seconds=self._seconds(rows))
@@ -99,9 +98,9 @@ class Isolated:
             except Lost as lost:
                 self._seconds(rows)  # perhaps it was the budget
                 if last:
-                    raise UserError(f"{Bucket.of(shape)} cannot be measured: with no kernel at work, {lost.reason}") from lost
+                    raise NotMeasured(f"{Bucket.of(shape)}: with no kernel at work, {lost.reason}") from lost
         if isinstance(answer, wire.Problem):
-            raise TooLarge(answer.reason) if answer.too_large else UserError(f"{Bucket.of(shape)}: {answer.reason}")
+            raise TooLarge(answer.reason) if answer.too_large else NotMeasured(f"{Bucket.of(shape)}: {answer.reason}")
 
     def _qualify(
         self, shape: AttentionShape, number: int, candidate: Candidate, rows: Sequence[CandidateResult], *, gate: bool
@@ -115,7 +114,7 @@ class Isolated:
         seconds = self._seconds(rows)
         request = wire.Qualify(number, name, _path(candidate.native), candidate.padding, gate)
         try:
-            answer = self.shop.ask(request, seconds=seconds, memory=_memory(shape))
+            answer = self.shop.ask(request, seconds=seconds, memory=self._memory(shape))
         except Lost as lost:
             self._seconds(rows)
             return self._strike(shape, candidate, lost)
@@ -143,7 +142,7 @@ class Isolated:
         while racing:
             self.shop.spoiled = False
             try:
-                answer = self.shop.ask(wire.Time(racing), seconds=self._seconds(rows), memory=_memory(shape))
+                answer = self.shop.ask(wire.Time(racing), seconds=self._seconds(rows), memory=self._memory(shape))
             except Lost as lost:
                 self._seconds(rows)
                 number = self.shop.running
@@ -158,6 +157,12 @@ class Isolated:
         self._strikes.setdefault((name, shape.phase), []).append(lost)
         logger.warning("%s at %s: %s", candidate.label, Bucket.of(shape), reason)
         return candidate.result(lost.verdict, reason)
+
+    def _memory(self, shape: AttentionShape) -> int:
+        """Bytes of host memory for one candidate: copies of the inputs, every logit in float32 thrice; half of what is free."""
+        least = MEMORY["cuda" if self.device.type == "cuda" else "cpu"]
+        logits = 4 * shape.batch * shape.heads * shape.q_len * shape.kv_len
+        return min(least + int(4 * traffic(shape)) + 3 * logits, max(least, psutil.virtual_memory().available // 2))
 
     def _seconds(self, rows: Sequence[CandidateResult]) -> float:
         """What the next candidate gets. Raises BudgetSpent."""
@@ -175,12 +180,6 @@ class _LostOne(Exception):
     def __init__(self, number: int, cause: Lost) -> None:
         super().__init__(number)
         self.number, self.cause = number, cause
-
-
-def _memory(shape: AttentionShape) -> int:
-    """Bytes of host memory that measuring one candidate may take: inputs, copies of them, and every logit in float32 thrice."""
-    logits = 4 * shape.batch * shape.heads * shape.q_len * shape.kv_len
-    return min(MEMORY + int(4 * traffic(shape)) + 3 * logits, max(MEMORY, psutil.virtual_memory().available // 2))
 
 
 def _path(backend: Backend) -> str | None:

@@ -26,8 +26,12 @@ from mla_serve.shapes import AttentionShape
 _HOST_MEMORY = "can't allocate memory"
 
 
-class TooLarge(UserError):
-    """A bucket whose inputs do not fit into memory, so that nothing can be measured."""
+class NotMeasured(UserError):
+    """Nothing can be measured of a bucket, through no fault of its kernels."""
+
+
+class TooLarge(NotMeasured):
+    """A bucket whose inputs do not fit into memory."""
 
 
 @dataclass(slots=True)

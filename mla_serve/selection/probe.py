@@ -16,6 +16,7 @@ from mla_serve.selection.decision import Decision
 from mla_serve.selection.floor import flops
 from mla_serve.selection.measure import BudgetSpent
 from mla_serve.selection.selector import Selector
+from mla_serve.selection.worker_process import WorkerError
 from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims, Phase
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def probe(
     `again` False keeps what the table already holds, so that an interrupted probe goes on where it stopped. What another
     process is measuring for the same file is left to it. A bucket that no kernel can serve is warned about and left out. Once
     `budget_s` seconds have passed, the rest is not measured: those decisions are by kernel class, say so, and are not in the
-    table.
+    table. Raises WorkerError if there is no process to measure in.
     """
     buckets = list(dict.fromkeys(Bucket.of(shape) for shape in shapes))
     decisions: dict[Bucket, Decision | None] = {}
@@ -118,7 +119,7 @@ def probe(
                         continue
                     try:
                         decisions[bucket] = _measured(selector, bucket, since)
-                    except BudgetSpent:
+                    except (BudgetSpent, WorkerError):
                         raise
                     except UserError as error:
                         logger.warning("%s: %s", bucket, error)

@@ -23,7 +23,7 @@ from mla_serve.selection.claims import Claims
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.isolated import Isolated
-from mla_serve.selection.measure import InProcess, Measurer, TooLarge
+from mla_serve.selection.measure import InProcess, Measurer, NotMeasured
 from mla_serve.selection.pins import Pin, PinError, by_phase
 from mla_serve.selection.ranking import Form, rank
 from mla_serve.selection.table import DecisionTable
@@ -108,7 +108,7 @@ class Selector:
         if self.on_demand:
             try:
                 return self._measure_once(bucket)
-            except TooLarge as error:
+            except NotMeasured as error:
                 logger.warning("%s", error)
         return self._nearest(bucket) or self._by_class(
             bucket, note="not measured, nor is any bucket like it; chosen by kernel class until `mla-serve probe` has run"
@@ -117,8 +117,8 @@ class Selector:
     def measure(self, shape: AttentionShape) -> Decision:
         """Measures the bucket of `shape` now, whatever the table holds, and puts the decision into the table.
 
-        Takes seconds. Raises UserError if not even the last resort is right, TooLarge (one of them) for inputs that do not fit
-        into memory, and BudgetSpent.
+        Takes seconds. Raises UserError if not even the last resort is right, and of those NotMeasured (inputs that do not fit
+        into memory, no process to measure in) and BudgetSpent.
         """
         bucket = Bucket.of(shape if self._one_per_phase is None else invariant.mode(shape))
         began = time.monotonic()

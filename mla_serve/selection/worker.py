@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from importlib import import_module
 
 import torch
@@ -130,7 +131,10 @@ class Child:
         number = next(number for number, known in self._bench.trials.items() if known is trial)
         self._runs += 1
         self._board.write(number, self._runs)
-        return self._measure(trial, part)
+        try:
+            return self._measure(trial, part)
+        except torch.AcceleratorError as error:  # all later calls of this process would fail with it
+            sys.exit(f"{describe(error)}, while it was timed")
 
 
 def _limit_memory(more: int) -> None:
@@ -156,7 +160,11 @@ def _live(link: socket.socket, board: wire.Board, setup: wire.Setup, parent: int
     try:
         Child(link, board, setup).serve()
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int | None):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+        sys.stderr.flush()
+        return 1
     except BaseException:  # noqa: BLE001  the last lines of what is printed here are the reason that the parent gives
         traceback.print_exc()
         sys.stderr.flush()
@@ -173,6 +181,8 @@ def main() -> int:
     if not isinstance(setup, wire.Setup):
         return 1
     _die_with(setup.parent)
+    # Threads that a BLAS library starts when it is imported know of forks.
+    warnings.filterwarnings("ignore", "This process.*is multi-threaded", DeprecationWarning)
     gc.freeze()
     me = os.getpid()
     while True:

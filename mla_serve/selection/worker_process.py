@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mla_serve
-from mla_serve.errors import UserError
 from mla_serve.selection import wire
+from mla_serve.selection.measure import NotMeasured
 
 
-class WorkerError(UserError):
+class WorkerError(NotMeasured):
     """No measuring process can be had."""
 
 
