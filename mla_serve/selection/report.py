@@ -21,7 +21,7 @@ def decision_sentence(decision: Decision) -> str:
     if decision.padding is not None:
         name += f" ({describe(shape, decision.padding)})"
     head = f"{name} serves {decision.bucket}"
-    if decision.note is not None and decision.policy == "measured":
+    if decision.note is not None and decision.policy in ("measured", "batch-invariant"):
         return f"{head}: {decision.note}."
     if decision.policy == "measured" and chosen is not None and chosen.ms is not None:
         return f"{head}: {_ms(chosen.ms)} ms, {_against(decision, chosen)}."

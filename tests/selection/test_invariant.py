@@ -15,6 +15,7 @@ from mla_serve.errors import UserError
 from mla_serve.selection import invariant
 from mla_serve.selection.decision import CandidateResult
 from mla_serve.selection.pins import PinError
+from mla_serve.selection.report import decision_sentence
 from mla_serve.selection.selector import Selector
 from mla_serve.selection.timing import Effort
 from mla_serve.shapes import AttentionShape, MLADims, Phase
@@ -62,6 +63,7 @@ def test_the_fastest_over_all_buckets_serves_all_of_them(cpu: torch.device) -> N
     here = chooser.decide(decode(kv_len=64))
     assert [r.verdict for r in here.candidates] == ["chosen", "slower"]
     assert "the fastest over 3 measured buckets" in (here.note or "")
+    assert decision_sentence(here).endswith(": the one kernel of decode: the fastest over 3 measured buckets.")
     measured(chooser, decode(batch=4, kv_len=64), {"a": 9.0, "b": 1.0})
     assert chooser.decide(decode(kv_len=64)).label == "a", "what was once chosen stays"
 
