@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mla_serve.shapes import Bucket
 
+PATIENCE = 30.0  # seconds to wait for another process: one that probes beside a busy engine may be stopped in the middle
 _POLL = 0.05  # seconds between two tries to get what another process holds
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 
@@ -37,13 +38,14 @@ class Claims:
     def claim(self, bucket: Bucket, *, wait: bool, until: float | None = None) -> Iterator[bool]:
         """Holds the claim on `bucket` inside the block and yields True; False if another process holds it.
 
-        `wait` waits for that one to give it up, not past `until` (of `time.monotonic`).
+        `wait` waits for that one to give it up, but not longer than PATIENCE and not past `until` (of `time.monotonic`).
         """
+        last = min(time.monotonic() + PATIENCE, float("inf") if until is None else until)
         file = self._open()
         try:
             ours = file is None
             while file is not None and not (ours := _lock(file, zlib.crc32(str(bucket).encode()))):
-                if not wait or (until is not None and time.monotonic() >= until):
+                if not wait or time.monotonic() >= last:
                     break
                 self.waiting()
                 time.sleep(_POLL)

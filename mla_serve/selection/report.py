@@ -34,11 +34,10 @@ def in_short(decision: Decision) -> str:
     """The kernel, its form and the reason in a few words, for a line that says the bucket's phase already."""
     form = "native" if decision.padding is None else f"padded, {describe(decision.bucket.shape, decision.padding)}"
     chosen = decision.chosen
-    if decision.policy == "measured" and decision.note is not None:
-        why = "as in the nearest measured bucket"
-    elif decision.policy == "measured" and chosen is not None and chosen.ms is not None:
+    if decision.policy == "measured" and chosen is not None and chosen.ms is not None:
         beside = _against(decision, chosen)
         why = f"measured, {beside}" if beside.startswith("the only") else f"measured {beside}"
+        why += " in the nearest bucket" if decision.note else ""
     else:
         why = {"availability": "by kernel class", "pinned": "pinned"}.get(decision.policy, decision.policy)
     return f"{decision.winner} ({form}), {why}"

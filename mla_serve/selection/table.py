@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import os
@@ -47,7 +48,9 @@ class DecisionTable:
         self.path = path
         self._entries: dict[_Key, list[Entry]] = {}
         self._warned: set[str] = set()
+        self._seen: tuple[int, int] | None = None  # the version of the file that was read or written last
         if path is not None:
+            self._seen = _version(path)
             self._merge(self._read(path))
 
     @classmethod
@@ -103,8 +106,9 @@ class DecisionTable:
 
     def refresh(self) -> None:
         """Takes in what other processes have written to the file since."""
-        if self.path is not None:
+        if self.path is not None and (version := _version(self.path)) != self._seen:
             self._merge(self._read(self.path))
+            self._seen = version
 
     def save(self, path: Path | None = None, *, strict: bool = False) -> None:
         """Writes the table to `path` (default: its own), merged with what the file holds.
@@ -122,6 +126,7 @@ class DecisionTable:
                 on_disk._merge(self._all())
                 self._entries = on_disk._entries
                 _write_atomically(target, join(self._all(), SCHEMA))
+                self._seen = _version(target) if target == self.path else self._seen
         except (Timeout, OSError) as error:
             held = isinstance(error, Timeout)
             reason = "another process holds its lock" if held else getattr(error, "strerror", None) or error
@@ -222,9 +227,23 @@ def _distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
     return sum(abs(math.log2(a / b)) for a, b in pairs) + (4.0 if measured.ragged != asked.ragged else 0.0)
 
 
+def _version(path: Path) -> tuple[int, int] | None:
+    """Differs between two states of a file that is only ever replaced; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Through a file of its own in the same directory, so that a reader or a kill sees the old table or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Through a file of its own in the same directory, so that a reader or a kill sees the old table or the new one.
+
+    The lock is held, so any other such file is what a kill has left.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -39,7 +39,7 @@ class Effort:
 
     least_rounds: int = 3
     most_rounds: int = 30
-    milliseconds: float = 600.0
+    milliseconds: float = 1000.0
     plans: int = 5
     stop_at: float = 3.0
 

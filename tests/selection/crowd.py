@@ -118,7 +118,7 @@ def kills(path: Path, count: int) -> object:
 
         child = fork(work)
         os.read(reader, 1)  # it is at work
-        time.sleep(random.uniform(0.0, 0.5))
+        time.sleep(random.uniform(0.0, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(writer)

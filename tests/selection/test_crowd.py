@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from mla_serve.selection.claims import Claims
 from mla_serve.selection.table import DecisionTable
+from mla_serve.shapes import Bucket
+from tests.selection.fakes import decode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,3 +86,28 @@ def test_20_kills_of_the_command(tmp_path: Path) -> None:
         assert max(before, said) <= held
         before = held
     assert before > 0
+
+
+def test_a_claim_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_serve.selection.claims.PATIENCE", 0.2)
+    bucket, waits = Bucket.of(decode()), []
+    first, second = Claims(tmp_path / "table.json"), Claims(tmp_path / "table.json")
+    second.waiting = lambda: waits.append(1)
+    with first.claim(bucket, wait=False) as ours:
+        assert ours
+        with second.claim(bucket, wait=False) as theirs:
+            assert not theirs
+        with second.claim(Bucket.of(decode(batch=8)), wait=False) as another:
+            assert another
+        with second.claim(bucket, wait=True) as theirs:
+            assert not theirs, "who holds it may be stopped"
+    assert waits
+    with second.claim(bucket, wait=False) as theirs:
+        assert theirs
+
+
+def test_without_a_file_every_claim_is_granted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (None, tmp_path / "file" / "table.json"):
+        with Claims(path).claim(Bucket.of(decode()), wait=True) as ours:
+            assert ours

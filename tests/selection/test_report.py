@@ -8,7 +8,7 @@ from rich.console import Console
 from mla_serve.backends.padded import Padding
 from mla_serve.selection.decision import CandidateResult
 from mla_serve.selection.fingerprint import Fingerprint
-from mla_serve.selection.report import decision_sentence, render_decision, render_table
+from mla_serve.selection.report import decision_sentence, in_short, render_decision, render_table
 from tests.selection.fakes import a_decision, decode, prefill
 
 HERE = Fingerprint("a CPU", "2.13.0", threads=2, libraries={"flashinfer-python": "0.6.14"})
@@ -27,6 +27,14 @@ def plain(render: object, *args: object) -> str:
     out = io.StringIO()
     render(*args, Console(file=out, width=40))  # type: ignore[operator]
     return out.getvalue()
+
+
+def test_in_short() -> None:
+    padded = "torch-flash (padded, widths 192/128 to 192/192, 1.2x), measured 3.4x faster than native torch-math at 1056 ms"
+    assert in_short(PADDED) == padded
+    assert in_short(replace(PADDED, note="borrowed")) == f"{padded} in the nearest bucket"
+    assert in_short(a_decision(decode(), HERE)) == "fake (native), measured, the only kernel that can"
+    assert in_short(replace(PADDED, policy="availability")).endswith("1.2x), by kernel class")
 
 
 def test_one_sentence_says_why() -> None:
