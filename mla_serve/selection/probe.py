@@ -130,7 +130,12 @@ def probe(
         left = [bucket for bucket in buckets if bucket not in decisions]
         why = f"the budget of {budget_s:g} s was spent"
         logger.warning("%d of %d buckets are not measured: %s", len(left), len(buckets), why)
-        decisions.update({bucket: selector.unmeasured(bucket, why) for bucket in left})
+        for bucket in left:
+            try:
+                decisions[bucket] = selector.unmeasured(bucket, why)
+            except UserError as error:
+                logger.warning("%s: %s", bucket, error)
+                decisions[bucket] = None
     finally:
         selector.measurer.until = None
     return [decision for bucket in buckets if (decision := decisions[bucket]) is not None]

@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 
+import torch
+
 from mla_serve.engine.base import Request, Sampling
+from mla_serve.engine.embedded import messages as m
 from mla_serve.engine.embedded.core import EngineCore
+from mla_serve.engine.embedded.process import serve
 from mla_serve.selection.candidates import candidates
 from mla_serve.selection.decision import CandidateResult
+from mla_serve.selection.measure import InProcess
 from mla_serve.shapes import Phase
 
 
@@ -88,3 +93,43 @@ def test_what_is_measured_is_not_probed_again(settings, tmp_path):
     core.selector.table.save()
     core.close()
     assert EngineCore(config).prober is None
+
+
+class Slow(InProcess):
+    """Takes its time over every bucket, as a kernel that hangs does."""
+
+    def __call__(self, shape, candidates):
+        for _ in range(3):
+            self.waiting()
+        return super().__call__(shape, candidates)
+
+
+class OneRequest:
+    """The socket of a server that sends one request, and Stop once it is answered."""
+
+    full = False
+
+    def __init__(self, core):
+        self.core, self.turns = core, []
+        self.messages = [m.Add(Request("r", [5, 6, 7], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)))]
+
+    def receive(self, seconds):
+        if self.messages:
+            return [self.messages.pop()]
+        return [] if self.core.has_work else [m.Stop()]
+
+    def turn(self, steps, stats):
+        self.turns.append([step.id for step in steps])
+
+    def flush(self):
+        """Nothing is kept."""
+
+
+def test_the_heart_beats_while_a_kernel_is_measured_on_demand(settings, tmp_path):
+    core = EngineCore(settings(policy="measured", probe="on-demand", decisions=str(tmp_path / "t.json")))
+    core.measurer = core.selector.measurer = Slow(torch.device("cpu"), measure=lambda trial, part: 1.0)
+    link = OneRequest(core)
+    serve(core, link)
+    assert link.turns.count(["r"]) == 3
+    assert link.turns[:3] == [[], [], []], "the prefill's measurement, before its token"
+    assert {decision.policy for decision in core.runner.bound.decisions()} == {"measured"}
