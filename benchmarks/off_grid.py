@@ -98,7 +98,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     dtypes: list[DType] = asked.dtype or ["float32"]
-    selector = Selector(CPU, clean_pool=True, measurer=InProcess(CPU, clean_pool=True, effort=Effort(3, 15, 300.0)))
+    selector = Selector(CPU, clean_pool=True, measurer=InProcess(CPU, clean_pool=True, effort=Effort(5, 30, 600.0)))
     probe(selector, [shape for dtype in dtypes for shape in grid(dtype)])
     rows = [time_all(selector, shape) for dtype in dtypes for shape in between(dtype)]
     for row in rows:
