@@ -16,7 +16,7 @@ from mla_serve.backends.base import Backend, Limits
 from mla_serve.backends.padded import Padded, Padding
 from mla_serve.backends.registry import load_backends
 from mla_serve.errors import UserError
-from mla_serve.selection import availability, invariant, paddings
+from mla_serve.selection import availability, invariant, nearest, paddings
 from mla_serve.selection.bound import BoundSelector
 from mla_serve.selection.candidates import Candidate, candidates, check, padded_forms
 from mla_serve.selection.claims import Claims
@@ -259,14 +259,16 @@ class Selector:
         return next(((found.winner, found.padding) for found in near if found.bucket != bucket), None)
 
     def _nearest(self, bucket: Bucket) -> Decision | None:
-        """The decision of the nearest measured bucket whose winner takes this one, recorded as borrowed."""
-        for near in self.table.near(bucket, "measured", self.fingerprint):
-            decision = self._ranked_here(near)
+        """The kernel of the nearest measured bucket whose winner takes this one, recorded as borrowed."""
+
+        def allowed(decision: Decision) -> bool:
             if not self._usable(decision):
-                continue
-            if check(self.backend_of(decision), bucket.shape, host_lens=self.host_lens).verdict is None:
-                return replace(decision, bucket=bucket, note=f"not measured; as in the nearest measured bucket, {near.bucket}")
-        return None
+                return False
+            return check(self.backend_of(decision), bucket.shape, host_lens=self.host_lens).verdict is None
+
+        near = [self._ranked_here(found) for found in self.table.near(bucket, "measured", self.fingerprint)]
+        found = nearest.borrowed(bucket, near, self.layers, allowed)
+        return None if found is None else replace(found[0], bucket=bucket, note=found[1])
 
     def _by_class(self, bucket: Bucket, note: str | None = None) -> Decision:
         winner, rows = availability.choose(bucket.shape, self.backends, host_lens=self.host_lens)

@@ -86,9 +86,9 @@ class DecisionTable:
         Distance counts doublings of batch, query tokens and key tokens; uniform against ragged lengths counts as four.
         """
         found = [
-            (distance, str(key[0]), decision)
+            (doublings, str(key[0]), decision)
             for key, entries in tuple(self._entries.items())
-            if key[1] == policy and (distance := _distance(key[0].shape, bucket.shape)) is not None
+            if key[1] == policy and (doublings := distance(key[0].shape, bucket.shape)) is not None
             for decision in map(self._decode, tuple(entries))
             if decision is not None and self._holds(decision, here)
         ]
@@ -217,7 +217,7 @@ def _reason(error: OSError | ValueError) -> str:
     return f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
 
 
-def _distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
+def distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
     """Doublings between two shapes that are alike in all but sizes; None if they are not."""
     # A decode's query tokens per request are built into kernels, so they are no size that may differ.
     q_len = measured.q_len if measured.absorbed else asked.q_len

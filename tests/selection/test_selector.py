@@ -166,6 +166,20 @@ def test_off_the_table_the_nearest_bucket_serves_and_is_named(cpu: torch.device)
     assert chooser.decide(prefill(q_len=16, lse=True)).policy == "availability", "LSE is no size"
 
 
+def test_between_two_measured_buckets_the_kernel_that_is_best_over_both_serves(cpu: torch.device) -> None:
+    chooser = selector(cpu, Fake("a"), Fake("b"), Fake("c"))
+    for q_len, costs in ((32, {"a": 2.0, "b": 1.0, "c": 1.1}), (128, {"a": 1.0, "b": 1.05, "c": 9.0})):
+        found = tuple(CandidateResult(name, None, "slower", None, ms, 0.0, 0.01) for name, ms in costs.items())
+        winner = min(costs, key=costs.__getitem__)
+        chooser.table.put(a_decision(prefill(q_len=q_len), chooser.fingerprint, winner=winner, rows=found))
+    near = chooser.decide(prefill(q_len=50))
+    assert near.winner == "b", "twice as fast at 32 and 5 % slower at 128"
+    assert "the best over the nearest measured buckets" in (near.note or "")
+    assert near.bucket == Bucket.of(prefill(q_len=64))
+    assert chooser.decide(prefill(q_len=256)).winner == "a", "nearer to 128"
+    assert chooser.decide(prefill(batch=2, q_len=32)).winner == "b", "nearer to 32"
+
+
 def test_a_tie_goes_to_what_the_neighbouring_bucket_chose(cpu: torch.device) -> None:
     """Two kernels within 1 % of each other: without the neighbour, which one is cheapest in a run would decide."""
 
