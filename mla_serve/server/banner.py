@@ -42,6 +42,21 @@ def _unmeasured(engine: EngineConfig) -> str:
     return "; not measured yet, probing while idle" if engine.probe == "idle" else "; not measured yet (mla-serve probe)"
 
 
+def start_record(state: ServerState, url: str, decisions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same for a program: one flat object."""
+    info = state.engine.info
+    return {
+        "version": __version__,
+        "url": url,
+        "model": state.model_name,
+        "directory": str(state.settings.model_dir),
+        "device": info.device,
+        "dtype": info.dtype,
+        "max_model_len": info.max_model_len,
+        "attention": kernel_lines(decisions),
+    }
+
+
 def banner(state: ServerState, url: str, decisions: Sequence[Mapping[str, Any]]) -> str:
     """The lines that a start prints; the last is a command that works as it stands."""
     info, settings = state.engine.info, state.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import resource
 import signal
@@ -20,7 +21,7 @@ from mla_serve.engine.base import Engine, EngineDeadError, Request, Sampling
 from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.errors import UserError
 from mla_serve.server.app import create_app
-from mla_serve.server.banner import banner
+from mla_serve.server.banner import banner, start_record
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
 from mla_serve.server.text import Tokenizer
@@ -188,7 +189,11 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
     first, second = asyncio.create_task(signals.first.wait()), asyncio.create_task(signals.second.wait())
     try:
         await server.listening.wait()
-        sys.stdout.write(banner(state, _url(settings, listener), await state.engine.decisions()))
+        url, decisions = _url(settings, listener), await state.engine.decisions()
+        started = (
+            json.dumps(start_record(state, url, decisions)) + "\n" if settings.json_start else banner(state, url, decisions)
+        )
+        sys.stdout.write(started)
         sys.stdout.flush()
         await asyncio.wait({serving, death, first}, return_when=asyncio.FIRST_COMPLETED)
         if first.done():

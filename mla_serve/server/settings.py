@@ -20,6 +20,7 @@ class ServerSettings:
     are open at once. `max_output_tokens` caps every request's max_tokens, also where a request names none.
     `chat_template` is a Jinja file that replaces the model's own. `heartbeat_limit` is the age from which an engine counts as
     hung, `death_linger` how long the server stays to say so once its engine has died.
+    `json_start` prints the start as one JSON line in place of the lines for people.
     """
 
     engine: EngineConfig
@@ -34,6 +35,7 @@ class ServerSettings:
     drain_timeout: float = 30.0
     heartbeat_limit: float = 30.0
     death_linger: float = 2.0
+    json_start: bool = False
 
     @property
     def model_dir(self) -> Path:
