@@ -11,7 +11,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve test check format bench soak clean
+.PHONY: help serve browser test check format bench soak clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -33,7 +33,10 @@ serve: $(VENV)/.ready  ## serve the bundled demo model on 127.0.0.1:8000 (MODEL=
 	$(BIN)/mla-serve serve $(MODEL) $(ARGS)
 
 # A process a core and a thread a process: torch with two threads on two busy cores waits for itself.
-test: $(VENV)/.ready-dev  ## the CPU test suite, minutes on two cores
+browser:  ## chromium for the tests of the /attention page, installed where it is missing (as root, by apt-get)
+	@tests/browser-setup
+
+test: $(VENV)/.ready-dev browser  ## the CPU test suite, minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
 
 check: $(VENV)/.ready-dev  ## formatting, lint, types

@@ -20,8 +20,9 @@ from mla_serve.errors import UserError
 from mla_serve.tables.commands import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from mla_serve.selection.decision import Decision
     from mla_serve.selection.probe import Progress
 
 app = typer.Typer(
@@ -155,6 +156,7 @@ def probe(
     again: Annotated[bool, typer.Option(help="Measure also what the file already holds.")] = False,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which the rest is left unmeasured.")] = None,
     kernel_timeout: KernelTimeout = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write the page of /attention as one file.")] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -163,7 +165,7 @@ def probe(
 
     from mla_serve.bench.grids import named_grid
     from mla_serve.engine.embedded.threads import available_threads
-    from mla_serve.models import attention_grid
+    from mla_serve.models import attention_grid, public_name
     from mla_serve.selection import DecisionTable, Selector, default_table_path, render_table
     from mla_serve.selection import probe as run
     from mla_serve.selection.invariant import mode
@@ -185,6 +187,8 @@ def probe(
     with closing(selector), _progress(len(shapes)) as progress:
         decisions = run(selector, shapes, progress=progress, again=again, budget_s=budget)
     selector.table.save(path)
+    if report is not None:
+        _write_report(report, decisions, subject=f"the grid {grid}" if grid else public_name(model))
     if as_json:
         emit([decision.to_json() for decision in decisions])
         return
@@ -195,13 +199,21 @@ def probe(
     note(f"{len(decisions) - left} buckets in {path}; a padded kernel won {padded} of them{unmeasured}")
 
 
+def _write_report(path: Path, decisions: Sequence[Decision], *, subject: str) -> None:
+    from mla_serve.server.pages import render_page
+
+    try:
+        path.write_text(render_page((), decisions, subject=subject), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the report {path} ({error.strerror or error}); the decisions are kept") from error
+    note(f"the report is in {path}")
+
+
 @contextmanager
 def _progress(total: int) -> Iterator[Progress]:
     """A bar on a terminal, a line per bucket elsewhere; both on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from mla_serve.selection import Decision
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,15 +1,41 @@
-"""/attention/decisions: which kernel serves which shape, and why."""
+"""/attention, a page, and /attention/decisions, JSON: which kernel serves which shape, and why."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import msgspec
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
+from mla_serve.selection import Decision, DecisionTable, default_table_path
+from mla_serve.selection.entry import host_of
+from mla_serve.server.pages import page_headers, render_page
 from mla_serve.server.responses import Decisions
 from mla_serve.server.state import State
 
 router = APIRouter(tags=["attention"])
+
+
+@router.get("/attention", response_class=HTMLResponse)
+async def page(state: State) -> Response:
+    """A page: how much each bucket's kernel wins, every candidate with its time and reason, the host. Works without scripts."""
+    found = await state.engine.decisions()
+    named = state.settings.engine.decisions
+    # In a thread: a long table takes a moment, and tokens are streamed meanwhile.
+    html = await asyncio.to_thread(_page, found, Path(named) if named else default_table_path(), state.model_name)
+    return HTMLResponse(html, headers=page_headers())
+
+
+def _page(found: list[dict[str, Any]], path: Path, model: str) -> str:
+    """The decisions in force, then those of the decision file that this host made."""
+    in_force = [Decision.from_json(decision) for decision in found]
+    hosts = {host_of(decision.fingerprint) for decision in in_force}
+    table = list(DecisionTable.load(path))
+    here = [decision for decision in table if host_of(decision.fingerprint) in hosts]
+    return render_page(in_force, here, subject=model, served=True, other_hosts=len(table) - len(here))
 
 
 @router.get("/attention/decisions", response_model=Decisions)
