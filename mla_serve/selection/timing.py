@@ -6,6 +6,7 @@ be tested with times of one's own.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Timing:
 
 
 def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> list[Timing]:
-    """Times all trials in interleaved rounds, each beginning with another trial.
+    """Times all trials in interleaved rounds, each in an order of its own.
 
     A trial drops out once even its fastest round, of two at least, is `effort.stop_at` times the best trial's median. With one
     trial left the least number of rounds is enough. Trials must have run once, so that nothing is set up under the clock.
@@ -76,8 +77,8 @@ def time_trials(trials: Sequence[Trial], measure: Measure, effort: Effort) -> li
         racing = sum(timing.stopped is None for timing in timings)
         if number >= effort.least_rounds and (racing < 2 or spent > effort.milliseconds):
             break
-        for turn in range(len(trials)):
-            at = (number + turn) % len(trials)  # nobody is always last, after the caches were filled by the same neighbour
+        # Shuffled, and repeatable: nobody always runs after the same neighbour, on the caches and buffers that it leaves.
+        for at in random.Random(number).sample(range(len(trials)), len(trials)):
             if timings[at].stopped is None:
                 timings[at].samples.append(measure(trials[at], "run"))
                 spent += timings[at].samples[-1]

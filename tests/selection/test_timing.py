@@ -33,10 +33,24 @@ def test_rounds_are_interleaved_and_slow_trials_stop_early() -> None:
         return clock(trial, part)
 
     a, b, c = time_trials([Named("a"), Named("b"), Named("c")], measure, Effort(least_rounds=3, most_rounds=4))
-    assert order == ["a", "b", "c", "b", "c", "a", "a", "b", "a", "b"]
+    rounds = [order[:3], order[3:6], order[6:8], order[8:]]
+    assert [sorted(names) for names in rounds] == [["a", "b", "c"], ["a", "b", "c"], ["a", "b"], ["a", "b"]]
     assert (a.ms, b.ms, c.ms) == (1.0, 2.9, 3.0)
     assert (a.plan_ms, a.stopped, b.stopped) == (0.5, None, None)
     assert "3x" in (c.stopped or "")
+
+
+def test_nobody_always_follows_the_same_neighbour() -> None:
+    order: list[str] = []
+
+    def measure(trial: Trial, part: Part) -> float:
+        if part == "run":
+            order.append(trial.label)
+        return 1.0
+
+    time_trials([Named(name) for name in "abcdef"], measure, Effort(12, 12))
+    before = {name: {order[i - 1] for i in range(1, len(order)) if order[i] == name} for name in "abcdef"}
+    assert all(len(neighbours) >= 3 for neighbours in before.values())
 
 
 def test_one_disturbed_round_stops_nobody() -> None:
