@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from mla_serve.cli import main
 from mla_serve.selection.decision import Decision
 from mla_serve.server.pages import page_headers, render_page
 from mla_serve.server.pages.chart import chart
@@ -117,6 +120,21 @@ def test_bars_keep_to_scale() -> None:
     assert linear[1] / linear[0] == pytest.approx(1.25, rel=0.01)
     assert 1 < at(far)[-1] / at(far)[0] < 33, "a logarithm shows both"
     assert chart(decisions()[9]) is None
+
+
+def test_probe_writes_the_page_as_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for report, status in ((tmp_path / "report.html", 0), (tmp_path / "missing" / "report.html", 1)):
+        words = ["probe", "--budget", "0", "--threads", "1", "--out", str(tmp_path / "table.json"), "--report", str(report)]
+        monkeypatch.setattr(sys, "argv", ["mla-serve", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == status
+        assert str(report) in capsys.readouterr().err
+    page = Tags((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.tags.count("article") > 30
+    assert "Which kernel serves which shape of mla-serve-demo" in page.text
 
 
 def test_the_server_has_the_page(server: Server) -> None:
