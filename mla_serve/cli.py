@@ -101,6 +101,7 @@ def serve(
         Path | None, typer.Option(help="One key a line; then every route but the health checks wants one.")
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the start as one JSON line.")] = False,
 ) -> None:
     """Serve MODEL over HTTP, OpenAI-compatible."""
     from mla_serve.engine.embedded import EngineConfig
@@ -138,6 +139,7 @@ def serve(
         max_queue=max_queue,
         api_keys=read_api_keys(api_key_file),
         drain_timeout=drain_timeout,
+        json_start=as_json,
     )
     raise typer.Exit(run(settings))
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 from mla_serve import __version__
 from mla_serve.cli import main
-from mla_serve.demo import MODEL_DIR
+from mla_serve.demo import MODEL_DIR, questions
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -139,3 +140,25 @@ def test_a_broken_checkpoint_is_one_clear_sentence(cli, tmp_path: Path) -> None:
             last = err.strip().splitlines()[-1]
             assert last.startswith("mla-serve: ")
             assert says in last
+
+
+def test_serve_says_its_start_as_json_answers_and_drains(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("mla-serve")
+    command = [script, "serve", "--port", "0", "--json", "--threads", "1", "--num-pages", "256", "--probe", "off"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            start = json.loads(process.stdout.readline())
+            assert start["model"] == "mla-serve-demo"
+            assert start["directory"] == str(MODEL_DIR)
+            assert any(line.startswith("decode") and "torch-mla" in line for line in start["attention"])
+            client = openai.OpenAI(base_url=f"{start['url']}/v1", api_key="none", max_retries=0)
+            answer = client.chat.completions.create(
+                model=start["model"], messages=[{"role": "user", "content": "What is MLA?"}]
+            )
+            expected = next(question.answer for question in questions() if question.prompt == "What is MLA?")
+            assert answer.choices[0].message.content == expected
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

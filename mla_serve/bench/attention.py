@@ -14,7 +14,10 @@ from mla_serve.selection.inputs import Call, full_size, limits_of, make_call
 from mla_serve.selection.measure import Trial
 from mla_serve.shapes import AttentionShape, MLADims, Phase
 
-EFFORT = timing.Effort(least_rounds=15, most_rounds=15, plans=1, stop_at=float("inf"))
+HEAT = timing.Effort(least_rounds=3, most_rounds=3, plans=1)
+"""Finds the fastest kernel of each form."""
+FINAL = timing.Effort(least_rounds=31, most_rounds=31, plans=1, stop_at=float("inf"))
+"""Native, padded and chosen against each other: enough rounds that one kernel timed twice shows one time."""
 
 Note = Callable[[str], None]
 
@@ -99,25 +102,29 @@ def measure(shape: AttentionShape, selector: Selector) -> Row:
     from mla_serve.selection import decision_sentence
 
     call = make_call(shape, *full_size(shape), selector.device, seed=1)
+    watch = timing.clock(selector.device)
     usable = [
-        c for c in candidates(shape, selector.backends) if c.verdict is None and check(c.backend, shape, seed=2).failure is None
+        candidate
+        for candidate in candidates(shape, selector.backends)
+        if candidate.verdict is None and check(candidate.backend, shape, seed=2).failure is None
     ]
     trials = [Trial.make(candidate, call) for candidate in usable]
-    chosen = Chosen(selector, call)
-    contestants: list[timing.Trial] = [*trials, chosen]
-    for contestant in contestants:
-        contestant.run()
-    *timings, chosen_time = timing.time_trials(contestants, timing.clock(selector.device), EFFORT)
+    times = timing.time_trials(trials, watch, HEAT)
 
-    def best(padded: bool) -> tuple[str | None, float | None]:
-        of_form = [(c, t) for c, t in zip(usable, timings, strict=True) if (c.padding is not None) == padded]
-        if not of_form:
-            return None, None
-        candidate, time = min(of_form, key=lambda pair: pair[1].ms)
-        form = f" ({paddings.describe(shape, candidate.padding)})" if candidate.padding else ""
-        return candidate.label + form, time.ms
+    def fastest(padded: bool) -> Trial | None:
+        of_form = [
+            (time.ms, trial) for time, trial in zip(times, trials, strict=True) if bool(trial.candidate.padding) == padded
+        ]
+        return min(of_form, key=lambda pair: pair[0])[1] if of_form else None
 
-    (native, native_ms), (padded, padded_ms) = best(False), best(True)
+    def name(trial: Trial | None) -> str | None:
+        if trial is None or trial.candidate.padding is None:
+            return trial.label if trial else None
+        return f"{trial.label} ({paddings.describe(shape, trial.candidate.padding)})"
+
+    native, padded, chosen = fastest(False), fastest(True), Chosen(selector, call)
+    finalists: list[timing.Trial] = [trial for trial in (native, padded, chosen) if trial is not None]
+    final = {id(trial): time.ms for trial, time in zip(finalists, timing.time_trials(finalists, watch, FINAL), strict=True)}
     return Row(
         phase=shape.phase.value,
         batch=shape.batch,
@@ -127,12 +134,12 @@ def measure(shape: AttentionShape, selector: Selector) -> Row:
         qk=shape.qk,
         v=shape.v,
         dtype=shape.dtype,
-        native=native,
-        native_ms=native_ms,
-        padded=padded,
-        padded_ms=padded_ms,
+        native=name(native),
+        native_ms=final.get(id(native)),
+        padded=name(padded),
+        padded_ms=final.get(id(padded)),
         chosen=chosen.name,
-        chosen_ms=chosen_time.ms,
+        chosen_ms=final[id(chosen)],
         why=decision_sentence(chosen.decision),
     )
 
