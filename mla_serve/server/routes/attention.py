@@ -19,7 +19,7 @@ from mla_serve.server.state import State
 router = APIRouter(tags=["attention"])
 
 
-@router.get("/attention", response_class=HTMLResponse)
+@router.get("/attention", response_class=Response, responses={200: {"content": {"text/html": {}}}})  # errors stay JSON
 async def page(state: State) -> Response:
     """A page: how much each bucket's kernel wins, every candidate with its time and reason, the host. Works without scripts."""
     found = await state.engine.decisions()

@@ -11,7 +11,7 @@ from mla_serve.server.state import State
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(state: State) -> Response:
     """The engine's load under vLLM's metric names, and the kernel in force for each bucket."""
     stats, decisions = await state.engine.stats(), await state.engine.decisions()
