@@ -22,6 +22,7 @@ from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.errors import UserError
 from mla_serve.server.app import create_app
 from mla_serve.server.banner import banner, start_record
+from mla_serve.server.http import BoundedHttp
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
 from mla_serve.server.text import Tokenizer
@@ -153,8 +154,8 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     starting = asyncio.create_task(start_engine(settings))
     loading = asyncio.create_task(asyncio.to_thread(Tokenizer.load, settings.model_dir, settings.chat_template))
     stopped = asyncio.create_task(signals.first.wait())
+    ready = asyncio.gather(starting, loading)
     try:
-        ready = asyncio.gather(starting, loading)
         both: list[asyncio.Future[Any]] = [ready, stopped]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
@@ -165,7 +166,8 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     finally:
         for task in (starting, loading, stopped):
             task.cancel()
-        found, *_ = await asyncio.gather(starting, loading, stopped, return_exceptions=True)
+        # `ready` too: a cancellation that nobody fetched from it would be logged as an error.
+        found, *_ = await asyncio.gather(starting, loading, stopped, ready, return_exceptions=True)
         if not isinstance(found, BaseException):
             await found.shutdown()
 
@@ -175,7 +177,7 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
     state: ServerState = app.state.server
     server = _Uvicorn(
         uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", loop="none", log_config=None, access_log=False,
+            app, http=BoundedHttp, ws="none", lifespan="off", loop="none", log_config=None, access_log=False,
             timeout_keep_alive=KEEP_ALIVE,
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=FLUSH,
         )

@@ -60,3 +60,15 @@ def test_a_drain_that_takes_too_long_ends_the_stream_with_an_error(checkpoint: P
         assert server.process.wait(30) == 0
     finally:
         server.close()
+
+
+def test_sigterm_while_the_model_loads_ends_quietly(checkpoint: Path, tmp_path: Path) -> None:
+    server = start_server(tmp_path / "log", checkpoint)
+    try:
+        until = time.monotonic() + 60
+        while "engine: loading" not in server.output and time.monotonic() < until:
+            time.sleep(0.01)
+        assert server.stop() == 0, server.output
+        assert "Traceback" not in server.output
+    finally:
+        server.close()
