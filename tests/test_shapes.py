@@ -34,7 +34,7 @@ def spelled(config: dict, rope: dict | None) -> list[dict]:
     ],
     ids=["V3", "V2-Lite", "no scaling"],
 )
-def test_the_scale_is_the_same_for_both_spellings(rope: dict | None, scale: float) -> None:  # K07
+def test_k07_the_scale_is_the_same_for_both_spellings(rope: dict | None, scale: float) -> None:
     for config in spelled(CONFIG, rope):
         assert softmax_scale(config) == pytest.approx(scale, abs=5e-7)
 

@@ -19,7 +19,7 @@ def empty(like: Tensor, out: float, lse: float) -> tuple[Tensor, Tensor]:
     return torch.full_like(like, out), torch.full(like.shape[:2], lse)
 
 
-def test_two_empty_sides_give_zero_and_minus_infinity() -> None:  # K04
+def test_k04_two_empty_sides_give_zero_and_minus_infinity() -> None:
     x, _ = state()
     out, lse = merge(*empty(x, 0.0, -INF), *empty(x, 0.0, -INF))
     assert torch.equal(out, torch.zeros_like(x))
@@ -29,7 +29,7 @@ def test_two_empty_sides_give_zero_and_minus_infinity() -> None:  # K04
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of_empty", [-INF, INF])
 @pytest.mark.parametrize("garbage", [0.0, 1e30, INF, math.nan])
-def test_an_empty_side_gives_back_the_other_exactly(garbage: float, of_empty: float, dtype: torch.dtype) -> None:  # K04
+def test_k04_an_empty_side_gives_back_the_other_exactly(garbage: float, of_empty: float, dtype: torch.dtype) -> None:
     x, lse = state(dtype=dtype)
     nothing = empty(x, garbage, of_empty)
     for merged in (merge(x, lse, *nothing), merge(*nothing, x, lse)):
@@ -77,7 +77,7 @@ def test_large_and_far_apart_lses_stay_finite() -> None:
         torch.testing.assert_close(merged, torch.logaddexp(lse + offset, lse - offset))
 
 
-def test_a_state_in_base_2_would_show() -> None:  # K03
+def test_k03_a_state_in_base_2_would_show() -> None:
     """What the law of merging guards against: the suffix under-weighted by its LSE's base."""
     q, k, v = torch.randn(64, 2, 32), torch.randn(3136, 2, 32), torch.randn(3136, 2, 16)
     states = []

@@ -19,7 +19,7 @@ DECODE = AttentionShape.decode(DEEPSEEK, batch=2, kv_len=64, dtype="float32", pa
 
 @pytest.mark.parametrize("device", ON_DEVICE)
 @pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 12, 16, 20, 22, 32, 40, 64, 128])
-def test_any_head_count_fits_a_kernel_that_takes_few(heads: int, device: torch.device) -> None:  # K05
+def test_k05_any_head_count_fits_a_kernel_that_takes_few(heads: int, device: torch.device) -> None:
     shape = replace(DECODE, heads=heads)
     case = make(shape, [1, 1, 1], [5, 33, 0], device)
     for legal in ((64, 128), tuple(2**i for i in range(8))):
@@ -48,7 +48,7 @@ def test_only_the_right_sizes_are_padded() -> None:
 
 
 @pytest.mark.parametrize(("qk", "v", "to"), [(192, 128, 256), (96, 64, 128), (256, 256, 320), (40, 24, 64)])
-def test_the_scale_is_the_models_whatever_the_widths_become(qk: int, v: int, to: int) -> None:  # K06
+def test_k06_the_scale_is_the_models_whatever_the_widths_become(qk: int, v: int, to: int) -> None:
     """DeepSeek's 192 in 256 columns, MiniCPM3's 96 in 128: a scale from the padded width would be off by 13 % or more."""
     shape = replace(PREFILL, qk=qk, v=v)
     case = make(shape, [9, 4], [9, 4], CPU)
@@ -57,7 +57,7 @@ def test_the_scale_is_the_models_whatever_the_widths_become(qk: int, v: int, to:
         agree("K06", padded, case, case.answer(padded, scale=qk**-0.5), case.expected(qk**-0.5))
 
 
-def test_glm_decodes_with_the_scale_of_its_unabsorbed_width() -> None:  # K06
+def test_k06_glm_decodes_with_the_scale_of_its_unabsorbed_width() -> None:
     dims = MLADims(heads=4, nope=192, rope=64, v=256, latent=512)
     shape = AttentionShape.decode(dims, batch=2, kv_len=32, dtype="float32", page_size=16, lse=True)
     assert (shape.qk, shape.v, dims.qk**-0.5) == (576, 512, 0.0625)
@@ -124,7 +124,7 @@ def test_name_and_flags_follow_the_inner_backend() -> None:
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.CONTEXT])
 @pytest.mark.parametrize("device", ON_DEVICE)
 @pytest.mark.parametrize(("qk", "v"), [(96, 64), (72, 48)])
-def test_narrow_widths(qk: int, v: int, phase: Phase, device: torch.device) -> None:  # K10
+def test_k10_narrow_widths(qk: int, v: int, phase: Phase, device: torch.device) -> None:
     shape = replace(PREFILL, phase=phase, causal=phase is Phase.PREFILL, qk=qk, v=v, dtype="bfloat16", rope=16)
     case = make(shape, [33, 2], [33, 2], device)
     right = []

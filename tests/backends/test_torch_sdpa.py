@@ -20,7 +20,7 @@ SDPA = ("torch-flash", "torch-efficient", "torch-cudnn", "torch-math")
 
 @pytest.mark.parametrize("device", ON_DEVICE)
 @pytest.mark.parametrize(("qk", "v"), [(128, 64), (128, 144), (192, 128)])
-def test_every_forced_kernel_answers_or_says_why_not(qk: int, v: int, device: torch.device) -> None:  # K11
+def test_k11_every_forced_kernel_answers_or_says_why_not(qk: int, v: int, device: torch.device) -> None:
     answered, refusals = set(), []
     for dtype in ("float32", "bfloat16"):
         shape = replace(PREFILL, qk=qk, v=v, dtype=dtype)
@@ -55,7 +55,7 @@ def test_gpu_kernels_are_unavailable_on_a_cpu_with_a_reason(backend: Backend) ->
         backend.prepare(PREFILL, LIMITS)
 
 
-def test_an_exception_of_the_forced_kernel_becomes_an_attention_error() -> None:  # K11
+def test_k11_an_exception_of_the_forced_kernel_becomes_an_attention_error() -> None:
     backend = TorchFlash(CPU)
     case = make(PREFILL, [4], [4], CPU)
     plan = backend.plan(backend.prepare(PREFILL.widened(v=192), LIMITS), case.batch, scale=SCALE)

@@ -92,7 +92,7 @@ def test_preemption_continues_as_if_nothing_happened(settings, roomy):
 
 
 @pytest.mark.parametrize(("max_tokens", "page_size", "context_chunk"), [(16, 16, 4096), (7, 4, 32), (300, 64, 100)])
-def test_chunks_and_pages_change_nothing(settings, roomy, max_tokens, page_size, context_chunk):
+def test_e01_chunks_and_pages_change_nothing(settings, roomy, max_tokens, page_size, context_chunk):
     """E01, in small: one prompt of many chunks, tokens and logprobs."""
     chunked = Client(EngineCore(settings(max_tokens=max_tokens, page_size=page_size, context_chunk=context_chunk)))
     long = request("long", 333, logprobs=3)
@@ -120,7 +120,7 @@ def test_e02_a_shared_prefix_and_a_wholly_cached_request(settings, roomy):
     assert core.core.scheduler.prefix_hits == 256 + 240 + 256
 
 
-def test_a_seeded_request_does_not_depend_on_its_mates(roomy):
+def test_s08_a_seeded_request_does_not_depend_on_its_mates(roomy):
     """S08: alone, then beside unseeded and greedy requests that come and go."""
     mine = request("mine", 29, 30, temperature=1.0, seed=42)
     (alone,) = roomy.run(mine)
