@@ -115,6 +115,9 @@ def test_an_idle_server_probes_and_a_request_stops_it(serve: Serve, tmp_path: Pa
         time.sleep(0.02)
 
     def all_stopped() -> None:
+        until = time.monotonic() + 5  # a signal takes effect when its process is next scheduled
+        while any(worker.status() != psutil.STATUS_STOPPED for worker in workers(server)) and time.monotonic() < until:
+            time.sleep(0.01)
         assert {worker.status() for worker in workers(server)} == {psutil.STATUS_STOPPED}
 
     assert stream(server, during=all_stopped) == expected
