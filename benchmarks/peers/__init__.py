@@ -13,6 +13,27 @@ A library is imported inside `calls`. Nothing may be set up under the clock: wor
 before the PeerCall is yielded.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mla_serve.backends.padded import Padding
 from mla_serve.bench.attention_peers import PeerCall
 
-__all__ = ["PeerCall"]
+__all__ = ["PeerCall", "attempt", "trimmed"]
+
+
+def attempt(name: str, make: Callable[[], PeerCall], padding: Padding | None = None) -> PeerCall:
+    """`make()`, or a refused call with the first line of what it raised: one form's failure must not cost the others."""
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - a library may raise anything; its reason is kept in the row
+        lines = str(error).strip().splitlines() or [""]
+        return PeerCall(name, padding=padding, why_not=f"{type(error).__name__}: {lines[0][:200]}".rstrip(": "))
+
+
+def trimmed(out: Tensor, width: int) -> Tensor:
+    """The first `width` columns of [tokens, heads, padded], contiguous as the next layer needs them."""
+    return out if out.shape[-1] == width else out[..., :width].contiguous()
