@@ -52,10 +52,8 @@ bench: $(VENV)/.ready-dev  ## does padding pay on this machine? (a probe process
 	$(BIN)/mla-serve probe --grid cpu --out build/bench-decisions.json
 	$(BIN)/mla-serve bench attention --grid cpu --decisions build/bench-decisions.json $(ARGS)
 
-soak: $(VENV)/.ready-dev  ## what is too long for CI: slow tests, five probes of a grid, shapes off the grid (writes benchmarks/results)
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm" --timeout 7200 tests $(ARGS)
-	$(BIN)/python benchmarks/soak_agreement.py --out benchmarks/results/soak-agreement.json
-	$(BIN)/python benchmarks/off_grid.py --out benchmarks/results/off-grid-cpu.json
+soak: $(VENV)/.ready-dev  ## what is too long for CI, half an hour; writes benchmarks/results/soak-*.json (ARGS="-k kills": a part)
+	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results benchmarks/results $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build *.egg-info

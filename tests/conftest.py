@@ -6,11 +6,23 @@ import importlib.util
 import os
 import random
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.soak.recorder import Recorder
+
 SEED = int(os.environ.get("MLA_SERVE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, metavar="DIR", help="write what slow tests find to DIR/soak-*.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.results is not None:
+        config.pluginmanager.register(Recorder(config.option.results, config.invocation_params.args, SEED))
 
 
 def pytest_report_header() -> str:

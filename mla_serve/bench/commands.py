@@ -22,20 +22,11 @@ def _note(text: str) -> None:
 
 def _report(data: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
     """Adds date, host and command to `data`, writes and prints it."""
-    from datetime import UTC, datetime
+    from mla_serve.bench.results import save_result, stamped
 
-    from mla_serve.doctor import examine
-
-    host = examine()
-    data = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["mla-serve", *sys.argv[1:]]),
-        "host": {"system": host.system, "python": host.python, "devices": host.devices, "versions": host.versions},
-        **data,
-    }
+    data = stamped(data, command=" ".join(["mla-serve", *sys.argv[1:]]))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(data, indent=1) + "\n")
+        save_result(out, data)
     if as_json:
         print(json.dumps(data, indent=1))
 
@@ -113,7 +104,7 @@ def serve(
 
 
 @bench.command("selector")
-def selector(as_json: Json = False) -> None:
+def selector(out: Out = None, as_json: Json = False) -> None:
     """The look-up on the hot path, in microseconds, and the load of a decision file of 500 buckets, in milliseconds."""
     import torch
 
@@ -125,8 +116,8 @@ def selector(as_json: Json = False) -> None:
     limits = Limits(max_requests=64, max_tokens=2048, max_kv_tokens=4096)
     bound = Selector(torch.device("cpu"), policy="availability").bind(DEEPSEEK, dtype="float32", page_size=16, limits=limits)
     figures = benchmark_lookup(bound) | benchmark_load()
+    _report(figures, out, as_json=as_json)
     if as_json:
-        print(json.dumps(figures))
         return
     print(f"look-up  median {figures['median_us']:.2f} us, p99 {figures['p99_us']:.2f} us")
     print(f"load     median {figures['load_ms']:.1f} ms for {figures['buckets']:.0f} buckets")

@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from hypothesis import HealthCheck, Phase, event, given, seed, settings
 from hypothesis import strategies as st
 
 from mla_serve.backends import Backend, Padded, Padding, load_backends
-from mla_serve.doctor import examine
 from mla_serve.shapes import AttentionShape
 from mla_serve.shapes import Phase as AttentionPhase
 from tests.backends.drawing import FEATURES, Drawn, cases
@@ -28,7 +23,6 @@ from tests.backends.mutants import BasePointer, NotEmpty, TopLeftCausal, WrongSc
 from tests.conftest import SEED
 
 CPU = torch.device("cpu")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak-properties.json"
 UNABSORBED = (AttentionPhase.PREFILL, AttentionPhase.CONTEXT)
 FORMS = [(backend, padded) for backend in load_backends(CPU) if backend.available() is None for padded in (False, True)]
 
@@ -100,37 +94,12 @@ def test_what_is_wrong_is_found(mutant: type[Backend]) -> None:
         soak(mutant(CPU), padded=False, examples=60, shrink=False)
 
 
-@pytest.fixture(scope="module")
-def report() -> Iterator[list[Count]]:
-    """Collects the counts of a soak and writes them once all forms are through."""
-    counts: list[Count] = []
-    yield counts
-    if len(counts) == len(FORMS):
-        host = examine()
-        data: dict[str, Any] = {
-            "command": "pytest -m slow tests/backends/test_properties.py",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seed": SEED,
-            "host": {"system": host.system, "python": host.python, "devices": host.devices, "versions": host.versions},
-            "rows": [
-                {
-                    "kernel": count.kernel,
-                    "examples": count.examples,
-                    "differences": 0,
-                    "shares": {feature: round(count.share(feature), 3) for feature in FEATURES},
-                    "worst_relative_l2": count.worst,
-                }
-                for count in counts
-            ],
-        }
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-
-
-@pytest.mark.slow
+@pytest.mark.slow("properties")
 @pytest.mark.parametrize(("backend", "padded"), FORMS, ids=lambda part: getattr(part, "name", "padded" if part else "native"))
-def test_soak(backend: Backend, padded: bool, report: list[Count]) -> None:
+def test_soak(backend: Backend, padded: bool, record_property: Callable[[str, object], None]) -> None:
     count = soak(backend, padded=padded, examples=2000)
+    shares = {feature: round(count.share(feature), 3) for feature in FEATURES}
+    row = {"kernel": count.kernel, "examples": count.examples, "differences": 0, "shares": shares}
+    record_property("row", row | {"worst_relative_l2": count.worst})
     assert count.examples >= 2000
     assert min(count.share(feature) for feature in FEATURES) >= 0.2, count
-    report.append(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def test_transformers_gives_the_trained_answer(model: Any, index: int) -> None:
     assert tokenizer.decode(output, skip_special_tokens=True) == question.answer
 
 
-@pytest.mark.slow
+@pytest.mark.slow("demo")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_gives_every_trained_answer(dtype: torch.dtype) -> None:
+def test_transformers_gives_every_trained_answer(dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).eval()
     asked = sorted(questions(), key=lambda q: len(q.prompt) + len(q.system or ""))
@@ -114,6 +115,9 @@ def test_transformers_gives_every_trained_answer(dtype: torch.dtype) -> None:
         output = model.generate(**encoded, max_new_tokens=60, do_sample=False)[:, encoded["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
         right += sum(text == q.answer for text, q in zip(texts, group, strict=True))
+    record_property(
+        "row", {"peer": "transformers", "dtype": str(dtype).removeprefix("torch."), "right": right, "of": len(asked)}
+    )
     assert right == len(asked)
 
 

@@ -1,4 +1,4 @@
-"""K07: YaRN in both spellings, beyond position 0. E01: chunk sizes and the prefix cache must not show."""
+"""K07: YaRN in both spellings, beyond position 0. E01, E02: chunk sizes and the prefix cache must not show."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import shutil
 
 import msgspec
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from mla_serve.engine.base import Request, Sampling
 from mla_serve.engine.embedded.config import ModelConfig
 from mla_serve.engine.embedded.core import EngineCore
 from tests.parity.checkpoints import DEEPSEEK
 from tests.parity.harness import Ours
-from tests.parity.reference import prompt
+from tests.parity.reference import expect, prompt
 from tests.parity.test_parity import TOLERANCE
 
 
@@ -54,9 +56,10 @@ def test_k07_logits_from_position_64_on_in_both_spellings(name, ours, theirs, re
         assert ((logits - expected).abs().amax(1) <= TOLERANCE * expected.abs().amax(1).clamp_min(1)).all()
 
 
-def answer(core, name):
-    """Tokens and their logprobs for the longest prompt."""
-    core.add(Request(name, prompt(700), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)))
+def answer(core, name, tokens=None):
+    """Tokens and their logprobs for the longest prompt, or for this one."""
+    sampling = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    core.add(Request(name, prompt(700) if tokens is None else tokens, sampling))
     tokens, logprobs = [], []
     while core.has_work:
         for step in core.step():
@@ -78,3 +81,58 @@ def test_e01_chunk_sizes_and_prefix_cache_change_nothing(ours, theirs):
             assert tokens == whole.tokens, f"{size} tokens a step, {run}"
             assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(got, logprobs, strict=True)), f"{size}, {run}"
         assert core.scheduler.prefix_hits == 688
+
+
+@pytest.fixture
+def long(directory, ours, tmp_path):
+    """An engine whose model may be asked thousands of tokens, and transformers' model from the same directory."""
+    copy = shutil.copytree(directory("v3-odd"), tmp_path / "long")
+    fields = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 8192}))
+    settings = msgspec.structs.replace(
+        ours("v3-odd", None).config, model=str(copy), max_model_len=8192, num_pages=512, context_chunk=4096, prefix_cache=True
+    )
+    peer = AutoModelForCausalLM.from_pretrained(copy, attn_implementation="eager", dtype=torch.float32).eval()
+    return lambda **edit: EngineCore(msgspec.structs.replace(settings, **edit)), peer
+
+
+@pytest.mark.slow("field-cases")
+def test_e01_at_full_length(long, record_property):
+    make, peer = long
+    asked = prompt(5560)
+    whole = expect(peer, (5560,))[0][5560]
+    logprobs = whole.logits[5559:].log_softmax(-1).amax(-1).tolist()
+    for size in (8192, 3072, 512, 128):
+        core = make(max_tokens=size)
+        for run in ("computed", "cached"):
+            tokens, got = answer(core, run, asked)
+            off = max(abs(a - b) for a, b in zip(got, logprobs, strict=True))
+            row = {
+                "case": "E01",
+                "prompt": len(asked),
+                "tokens_a_step": size,
+                "run": run,
+                "tokens_equal": tokens == whole.tokens,
+            }
+            record_property("row", row | {"logprob_off": float(f"{off:.2g}"), "asked": 0.05})
+            assert tokens == whole.tokens, f"{size} tokens a step, {run}"
+            assert off <= 0.05
+        assert core.scheduler.prefix_hits == 5552
+
+
+@pytest.mark.slow("field-cases")
+def test_e02_with_a_prefix_of_2048_tokens(long, record_property):
+    make, _ = long
+    prefix = prompt(2048)
+    first, second = [*prefix, *prompt(17)], [*prefix, *prompt(300)]
+    asked = {"first": first, "second": second, "all cached": first, "all cached, whole pages": prefix}
+    cached, plain = make(max_tokens=8192), make(max_tokens=8192, prefix_cache=False)
+    for name, tokens in asked.items():
+        before = cached.scheduler.prefix_hits
+        (mine, got), (other, want) = answer(cached, name, tokens), answer(plain, name, tokens)
+        hits, off = cached.scheduler.prefix_hits - before, max(abs(a - b) for a, b in zip(got, want, strict=True))
+        row = {"case": "E02", "request": name, "prompt": len(tokens), "cached": hits, "tokens_equal": mine == other}
+        record_property("row", row | {"logprob_off": float(f"{off:.2g}"), "asked": 0.05})
+        assert mine == other
+        assert off <= 0.05
+        assert hits == {"first": 0, "second": 2048, "all cached": 2064, "all cached, whole pages": 2032}[name]

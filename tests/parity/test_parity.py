@@ -14,12 +14,16 @@ TOLERANCE = 1e-4
 each_checkpoint = pytest.mark.parametrize("name", [spec.name for spec in SPECS])
 
 
-def check(case: Case, ours, theirs) -> None:
+def check(case: Case, ours, theirs) -> float:
+    """The largest difference of a logit, as `harness.difference` counts it."""
     core = ours(case.checkpoint, CHUNKS[case.chunk], **CHOICES[case.choice])
     expected = theirs(case.checkpoint).expected
+    worst = 0.0
     for length, got in core.run(BATCHES[case.batch]).items():
-        assert difference(got, expected[length]) <= TOLERANCE, f"prompt of {length}"
+        worst = max(worst, off := difference(got, expected[length]))
+        assert off <= TOLERANCE, f"prompt of {length}"
         assert got.tokens == expected[length].tokens, f"prompt of {length}"
+    return worst
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
@@ -27,10 +31,10 @@ def test_quick(case, ours, theirs):
     check(case, ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("parity")
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
-def test_product(case, ours, theirs):
-    check(case, ours, theirs)
+def test_product(case, ours, theirs, record_property):
+    record_property("row", {"case": str(case), "difference": float(f"{check(case, ours, theirs):.2g}")})
 
 
 @each_checkpoint

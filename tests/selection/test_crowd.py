@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,12 @@ def test_a_kill_leaves_every_finished_decision(crowd: dict[str, Any]) -> None:
     check_kills(crowd["kills"], 5)
 
 
-@pytest.mark.slow
-def test_20_kills(tmp_path: Path) -> None:
-    check_kills(run(tmp_path, "kills=20")["kills"], 20)
+@pytest.mark.slow("kills")
+def test_20_kills(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    found = run(tmp_path, "kills=20")["kills"]
+    for said, held, again in found:
+        record_property("row", {"killed": "a process that probes", "said": said, "in_the_file": held, "after_another": again})
+    check_kills(found, 20)
 
 
 def check_kills(found: list[tuple[int, int, int]], count: int) -> None:
@@ -67,25 +70,28 @@ def check_kills(found: list[tuple[int, int, int]], count: int) -> None:
         assert again == held + 4, "and the next prober goes on from there"
 
 
-@pytest.mark.slow
-def test_20_kills_of_the_command(tmp_path: Path) -> None:
-    """`mla-serve probe`, killed with all it has started at random times; each goes on where the one before was stopped."""
-    table, before = tmp_path / "table.json", 0
-    command = [sys.executable, "-m", "mla_serve.cli", "probe", "--out", str(table), "--threads", "1"]
-    for _ in range(20):
-        with subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=dict(os.environ)
-        ) as prober:
+@pytest.mark.slow("kills")
+def test_20_kills_of_the_command(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """`mla-serve probe`, killed at random times: each goes on where the one before was stopped, until the grid is measured and
+    a new table is begun."""
+    table, before, kills = tmp_path / "0.json", 0, 0
+    while kills < 20:
+        words = "probe", "--out", str(table), "--threads", "1", "--max-model-len", "512"
+        command = [sys.executable, "-m", "mla_serve.cli", *words]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as prober:
             assert prober.stderr is not None
             lines = [prober.stderr.readline()]
             time.sleep(random.uniform(0.0, 8.0))
+            alive = prober.poll() is None
             prober.kill()
             lines += prober.stderr.readlines()
         said = sum(line.startswith(b"probed ") for line in lines)
         held = len(DecisionTable.load(table))
+        if alive:
+            kills += 1
+            record_property("row", {"killed": "mla-serve probe", "said": said, "in_the_file": held, "before": before})
         assert max(before, said) <= held
-        before = held
-    assert before > 0
+        table, before = (table, held) if alive else (tmp_path / f"{kills}.json", 0)
 
 
 def test_a_claim_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

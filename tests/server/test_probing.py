@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +133,28 @@ def test_an_idle_server_probes_and_a_request_stops_it(serve: Serve, tmp_path: Pa
     psutil.wait_procs(left, timeout=5)
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in left)
     assert len(DecisionTable.load(tmp_path / "0.json")) > 0
+
+
+@pytest.mark.slow("kills")
+def test_20_kills_of_a_server_that_probes(serve: Serve, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """The engine, which probes while it is idle, is killed at random times; the next one goes on with its table."""
+    table, before, kills = tmp_path / "kills-0.json", set[str](), 0
+
+    def measured(found: Iterable[dict[str, Any]]) -> set[str]:
+        own = (d for d in found if d["policy"] == "measured" and d["note"] is None)  # not a neighbour's
+        return {json.dumps(d["bucket"], sort_keys=True) for d in own}
+
+    while kills < 20:
+        server = serve("--probe", "idle", "--decisions", str(table))
+        time.sleep(random.uniform(0.0, 10.0))
+        said, left = measured(decisions(server)), workers(server)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert server.process.wait(30) != 0, server.output
+        psutil.wait_procs(left, timeout=10)
+        held = measured(decision.to_json() for decision in DecisionTable.load(table))
+        if left:
+            kills += 1
+            row = {"killed": "serve --probe idle", "said": len(said), "in_the_file": len(held), "before": len(before)}
+            record_property("row", row)
+        assert said | before <= held
+        table, before = (table, held) if left else (tmp_path / f"kills-{kills}.json", set())
