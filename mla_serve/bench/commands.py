@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mla_serve.bench.attention_command import attention
+
 bench = typer.Typer(no_args_is_help=True, help="Measure: attention kernels, the server, the look-up.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -31,41 +33,7 @@ def _report(data: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
         print(json.dumps(data, indent=1))
 
 
-@bench.command("attention")
-def attention(
-    grid: Annotated[str, typer.Option(help="Named grid: cpu.")] = "cpu",
-    decisions: Annotated[
-        Path | None, typer.Option(help="The table of an earlier probe; default: the one that serve reads.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Native, padded and chosen, in ms, on the shapes of a grid. `mla-serve probe --grid` writes the table first."""
-    import torch
-
-    from mla_serve.bench.attention import bench as run
-    from mla_serve.bench.grids import named_grid
-    from mla_serve.engine.embedded.threads import available_threads
-    from mla_serve.selection import DecisionTable, Selector, default_table_path
-
-    torch.set_num_threads(threads or available_threads())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    selector = Selector(device, table=DecisionTable.load(decisions or default_table_path()), clean_pool=True)
-    rows = run(named_grid(grid), selector, _note)
-    _report({"rows": [row.to_json() for row in rows]}, out, as_json=as_json)
-    if as_json:
-        return
-    print(f"{'dtype':9} {'S':>5}  {'native ms':>9}  {'padded ms':>9}  {'chosen ms':>9}  {'x native':>8}  {'/ best':>6}  chosen")
-    for row in rows:
-        print(
-            f"{row.dtype:9} {row.q_len:5}  {_ms(row.native_ms):>9}  {_ms(row.padded_ms):>9}  {_ms(row.chosen_ms):>9}  "
-            f"{row.over_native or float('nan'):8.2f}  {row.over_best:6.3f}  {row.chosen}"
-        )
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+bench.command("attention")(attention)
 
 
 @bench.command("serve")
