@@ -53,7 +53,7 @@ bench: $(VENV)/.ready-dev  ## does padding pay on this machine? (a probe process
 	$(BIN)/mla-serve bench attention --grid cpu --decisions build/bench-decisions.json $(ARGS)
 
 soak: $(VENV)/.ready-dev  ## what is too long for CI, half an hour; writes benchmarks/results/soak-*.json (ARGS="-k kills": a part)
-	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results benchmarks/results $(ARGS)
+	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results=benchmarks/results $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build *.egg-info

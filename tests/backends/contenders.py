@@ -74,6 +74,6 @@ def params(pairs: list[tuple[str, Contender]]) -> list[object]:
 
 
 def _case(law: str) -> str:
-    """ "K12-" where a law's first line names a field case, so that the test is found by it."""
-    found = re.search(r"\((K\d\d)\)", LAWS[law].check.__doc__ or "")
-    return f"{found.group(1)}-" if found else ""
+    """ "K12-" where a law's first line names a field case, "K08-K14-" for two, so that the test is found by it."""
+    found = re.search(r"\((K\d\d(?:, K\d\d)*)\)", LAWS[law].check.__doc__ or "")
+    return f"{found.group(1).replace(', ', '-')}-" if found else ""

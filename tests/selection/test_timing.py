@@ -5,7 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from mla_serve.backends.padded import PaddedState
+from mla_serve.backends.registry import load_backends
+from mla_serve.selection.candidates import candidates
 from mla_serve.selection.floor import Rates, flops, traffic
+from mla_serve.selection.inputs import full_size, make_call
+from mla_serve.selection.measure import Trial as OfACandidate
 from mla_serve.selection.timing import CpuClock, Effort, Part, Timing, Trial, time_trials
 from tests.selection.fakes import DEEPSEEK, context, decode, prefill, times
 
@@ -86,6 +91,23 @@ def test_the_cpu_clock_repeats_short_calls() -> None:
     assert trial.runs == 7
     assert CpuClock(least_ms=0.0)(trial, "plan") > 0.0
     assert trial.plans == 1
+
+
+def test_padding_and_trimming_are_inside_what_is_timed(cpu: torch.device) -> None:
+    shape = prefill(DEEPSEEK)
+    (padded,) = [c for c in candidates(shape, load_backends(cpu, only={"torch-flash"})) if c.padding and c.verdict is None][:1]
+    call = make_call(shape, *full_size(shape), cpu, seed=1)
+    trial = OfACandidate.make(padded, call)
+    assert isinstance(trial.state, PaddedState)
+    trial.run()
+    assert trial.state.buffers
+    for buffer in trial.state.buffers.values():
+        buffer.fill_(float("nan"))
+    result = trial.run()
+    assert isinstance(result, tuple)
+    assert result[0].isfinite().all(), "the inputs were copied again"
+    assert result[0].shape[-1] == 128
+    assert result[0].is_contiguous()
 
 
 def test_floor_counts_what_must_be_done() -> None:

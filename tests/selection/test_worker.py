@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -117,6 +119,24 @@ def test_a_well_behaved_worker_is_kept_and_one_killed_from_outside_is_replaced(c
     assert selector.measure(decode(batch=8)).chosen is not None
     isolated.close()
     assert children() - before == set()
+
+
+def measured_by_a_daemon(answers: multiprocessing.SimpleQueue[object]) -> None:
+    cpu = torch.device("cpu")
+    with closing(Selector(cpu, backends=[m.Right(cpu)], measurer=Isolated(cpu, effort=EFFORT))) as selector:
+        row = selector.measure(decode()).chosen
+    answers.put((multiprocessing.current_process().daemon, row is not None and row.ms is not None))
+
+
+def test_a_daemonic_process_may_measure_too() -> None:
+    """vLLM's workers are daemonic: multiprocessing gives those no children."""
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.SimpleQueue()
+    process = spawn.Process(target=measured_by_a_daemon, args=(answers,), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert answers.get() == (True, True)
 
 
 def test_a_pause_stops_the_clock_and_nobody_is_blamed(cpu: torch.device, isolated: Isolated) -> None:

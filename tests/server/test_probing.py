@@ -133,6 +133,10 @@ def test_an_idle_server_probes_and_a_request_stops_it(serve: Serve, tmp_path: Pa
     psutil.wait_procs(left, timeout=5)
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in left)
     assert len(DecisionTable.load(tmp_path / "0.json")) > 0
+    server = serve("--probe", "off", "--decisions", str(tmp_path / "0.json"))
+    assert any(d["policy"] == "measured" and d["note"] is None for d in decisions(server)), "a shipped table serves at once"
+    assert not workers(server)
+    assert stream(server) == expected
 
 
 @pytest.mark.slow("kills")

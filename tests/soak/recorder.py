@@ -1,4 +1,4 @@
-"""What slow tests found, as files: `pytest -m slow --results DIR` writes DIR/soak-KIND.json for each `@pytest.mark.slow(KIND)`.
+"""What slow tests found, as files: `pytest -m slow --results=DIR` writes DIR/soak-KIND.json for each `@pytest.mark.slow(KIND)`.
 
 A test says what it found by pytest's own `record_property`, before it asserts: "figures", a dict that sums it up, and "row", a
 dict per thing measured, as often as it likes. A file holds the figures, the rows, and how many tests passed, also where some
