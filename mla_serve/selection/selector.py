@@ -26,6 +26,7 @@ from mla_serve.selection.isolated import Isolated
 from mla_serve.selection.measure import InProcess, Measurer, NotMeasured
 from mla_serve.selection.pins import Pin, PinError, by_phase
 from mla_serve.selection.ranking import Form, rank
+from mla_serve.selection.shipped import shipped_decisions
 from mla_serve.selection.table import DecisionTable
 from mla_serve.selection.timing import Effort, Measure
 from mla_serve.shapes import AttentionShape, Bucket, DType, MLADims
@@ -46,8 +47,9 @@ class Selector:
     availability policy's; it measures in `decide` only with `on_demand`. `layers` weighs a plan against its runs. `measurer`
     says how kernels are measured; None: in a process of their own, or in this one where `backends` are given or `measure`
     replaces the clock. `effort` is that clock's patience. `host_lens` False: batches come without exact host lengths.
-    `clean_pool`: the cache never holds NaN, so a kernel that lets it through may serve. Raises PinError for pins that name
-    nobody.
+    `clean_pool`: the cache never holds NaN, so a kernel that lets it through may serve. `shipped` is asked after `table` and
+    never written; None: what came with the package for this host, or nothing where `backends` are given. Raises PinError for
+    pins that name nobody.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Selector:
         measure: Measure | None = None,
         effort: Effort | None = None,
         measurer: Measurer | None = None,
+        shipped: DecisionTable | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise UserError(f"there is no policy {policy!r}; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
@@ -78,6 +81,9 @@ class Selector:
         if measurer is None and measure is None and backends is None:
             measurer = Isolated(device, effort=effort, clean_pool=clean_pool)
         self.measurer = measurer or InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
+        if shipped is None:
+            shipped = shipped_decisions(self._fingerprint) if backends is None else DecisionTable()
+        self.shipped = shipped
         self._one_per_phase = invariant.OnePerPhase(self) if policy == "batch-invariant" else None
 
     @property
@@ -224,7 +230,8 @@ class Selector:
 
     def _hit(self, bucket: Bucket) -> Decision | None:
         assert self.policy != "batch-invariant", "that one is not looked up by bucket"
-        decision = self.table.get(bucket, self.policy, self.fingerprint)
+        own = self.table.get(bucket, self.policy, self.fingerprint)
+        decision = own or self.shipped.get(bucket, self.policy, self.fingerprint)
         return self._ranked_here(decision) if decision is not None and self._usable(decision) else None
 
     def _usable(self, decision: Decision) -> bool:
@@ -266,7 +273,8 @@ class Selector:
                 return False
             return check(self.backend_of(decision), bucket.shape, host_lens=self.host_lens).verdict is None
 
-        near = [self._ranked_here(found) for found in self.table.near(bucket, "measured", self.fingerprint)]
+        tables = (table.near(bucket, "measured", self.fingerprint) for table in (self.table, self.shipped))
+        near = [self._ranked_here(decision) for decision in next(filter(None, tables), [])]
         found = nearest.borrowed(bucket, near, self.layers, allowed)
         return None if found is None else replace(found[0], bucket=bucket, note=found[1])
 
