@@ -112,6 +112,7 @@ def _measure(
     from mla_serve.bench import attention_emulate
     from mla_serve.bench.attention import Bench
     from mla_serve.bench.attention import bench as run
+    from mla_serve.bench.attention_backends import described
     from mla_serve.bench.attention_contenders import OWN
 
     bench = Bench(
@@ -128,6 +129,7 @@ def _measure(
         "shapes": len(shapes),
         "shapes_left_out": len(asked) - len(shapes),
         "rates": bench.measured_rates(),
+        "backends": described(selector.backends),
         "rows": [row.to_json() for row in rows],
     }
 

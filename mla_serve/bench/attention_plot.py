@@ -12,6 +12,10 @@ from mla_serve.errors import UserError
 __all__ = ["plot"]
 
 _MARKS = "os^Dv<>pPX*hd"
+_COLOURS = (
+    "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "navy",
+    "goldenrod", "darkgreen", "crimson", "black",
+)  # fmt: skip
 _FARTHEST = 12.0  # times the choice; what is beyond stands at the edge with its figure
 
 
@@ -33,8 +37,7 @@ def plot(rows: Sequence[RowData], path: Path, heading: str) -> None:
     if not shown:
         raise UserError("there is nothing to plot: no shape has a time of the choice beside another")
     names = sorted({label(row).removesuffix("+pad") for group, _ in shown for row in group if row["name"] != "chosen"})
-    colours = pyplot.get_cmap("tab20")
-    style = {name: (colours(number % 20), _MARKS[number % len(_MARKS)]) for number, name in enumerate(names)}
+    style = {name: (_COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]) for number, name in enumerate(names)}
 
     figure, axes = pyplot.subplots(figsize=(13, 2.4 + 0.42 * len(shown)), layout="constrained")
     drawn: dict[str, Any] = {}
