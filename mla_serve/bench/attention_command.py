@@ -23,7 +23,7 @@ __all__ = ["attention"]
 
 
 def attention(
-    grid: Annotated[str, typer.Option(help="Named grid: cpu, small or full.")] = "cpu",
+    grid: Annotated[str, typer.Option(help="Named grid: cpu, or on a GPU decode, prefill, small (both) or full.")] = "cpu",
     peers: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Other people's kernels to time beside ours: benchmarks/peers.")
     ] = None,
