@@ -103,7 +103,7 @@ def torch_alone(rows: Sequence[RowData]) -> list[Verdict]:
         ratios = {}
         for group in groups([row for row in rows if row["phase"] == "prefill"]):
             timed = times(group)
-            rivals = [us for name, us in timed.items() if name != "chosen" and name.endswith("+pad") is padded]
+            rivals = [us for name, us in timed.items() if name != "chosen" and ("+pad" in name) is padded]
             if rivals and "chosen" in timed:
                 ratios[title(group[0])] = min(rivals) / timed["chosen"]
         target = f"torch alone: chosen beats always-{form} somewhere and never loses to it"

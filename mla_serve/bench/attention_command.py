@@ -160,7 +160,8 @@ def _heading(result: dict[str, Any]) -> str:
     device = result["host"]["devices"][0]["name"]
     versions = ", ".join(f"{name} {version}" for name, version in result["host"]["versions"].items())
     emulated = f"EMULATED {result['emulated']}: {result['note']}. " if result.get("emulated") else ""
-    return f"{emulated}{device}, {result['date']}, {versions}; decode by CUDA-graph replay, the rest eager, L2 flushed"
+    how = "; decode by CUDA-graph replay, the rest eager, L2 flushed" if "cuda" in result["host"]["versions"] else ""
+    return f"{emulated}{device}, {result['date']}, {versions}{how}"
 
 
 def _note(text: str) -> None:

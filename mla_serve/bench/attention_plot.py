@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_serve.bench.attention_table import RowData, groups, label, ratios, title
+from mla_serve.bench.attention_table import RowData, groups, ratios, title
 from mla_serve.errors import UserError
 
 __all__ = ["plot"]
@@ -36,7 +36,7 @@ def plot(rows: Sequence[RowData], path: Path, heading: str) -> None:
     shown = [(group, found) for group, found in shown if found]
     if not shown:
         raise UserError("there is nothing to plot: no shape has a time of the choice beside another")
-    names = sorted({label(row).removesuffix("+pad") for group, _ in shown for row in group if row["name"] != "chosen"})
+    names = sorted({str(row["name"]) for group, _ in shown for row in group if row["name"] != "chosen"})
     style = {name: (_COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]) for number, name in enumerate(names)}
 
     figure, axes = pyplot.subplots(figsize=(13, 2.4 + 0.42 * len(shown)), layout="constrained")
@@ -47,8 +47,8 @@ def plot(rows: Sequence[RowData], path: Path, heading: str) -> None:
             [1.0, min(best, _FARTHEST)], [line, line], color="0.2", linewidth=4, alpha=0.35, solid_capstyle="butt", zorder=1
         )
         for name, ratio in sorted(found.items()):
-            colour, mark = style[name.removesuffix("+pad")]
-            hollow = name.endswith("+pad")
+            colour, mark = style[name.partition("+")[0]]
+            hollow = "+" in name
             (point,) = axes.plot(
                 min(ratio, _FARTHEST), line, mark, color=colour, markersize=8, markeredgewidth=1.5, linestyle="none",
                 markerfacecolor="white" if hollow else colour, zorder=3,

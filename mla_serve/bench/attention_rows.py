@@ -73,11 +73,6 @@ class Row:
             shape.page_size, name, lse=shape.lse, lens=case.kv_lens if case.ragged else (), **{**fixed, **more},
         )  # fmt: skip
 
-    @property
-    def label(self) -> str:
-        """The name, with "+pad" for a padded form."""
-        return self.name if self.padding is None or self.name == "chosen" else f"{self.name}+pad"
-
     def to_json(self) -> dict[str, Any]:
         """All of `FIELDS`, then of the others those that say something."""
         data = asdict(self)

@@ -14,8 +14,12 @@ RowData = Mapping[str, Any]
 
 
 def label(row: RowData) -> str:
-    """The name, with "+pad" for a padded form."""
-    return f"{row['name']}+pad" if row["padding"] and row["name"] != "chosen" else str(row["name"])
+    """The name; "+pad" for a padded form, with the width ("+pad256") where V is padded beyond the Q/K width."""
+    padding = row["padding"]
+    if not padding or row["name"] == "chosen":
+        return str(row["name"])
+    further = row["phase"] != "decode" and padding["v"] > max(row["qk"], row["v"])
+    return f"{row['name']}+pad{padding['v'] if further else ''}"
 
 
 def title(row: RowData) -> str:

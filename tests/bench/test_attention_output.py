@@ -14,7 +14,7 @@ from mla_serve.backends.registry import load_backends
 from mla_serve.bench import attention_emulate as emulate
 from mla_serve.bench.attention_backends import asked_shapes, described
 from mla_serve.bench.attention_plot import plot
-from mla_serve.bench.attention_table import groups, lines, ratios
+from mla_serve.bench.attention_table import groups, label, lines, ratios
 from mla_serve.bench.grids import cases
 from mla_serve.errors import UserError
 from tests.bench import synthetic
@@ -33,6 +33,13 @@ def test_the_table_has_a_line_per_shape_and_says_what_went_wrong() -> None:
 def test_ratios_are_over_the_choice() -> None:
     group = next(groups(synthetic.rows(lambda case: {"chosen": 10.0, "fa3": 12.0, "flashmla+pad": 5.0}, "small")))
     assert ratios(group) == {"fa3": 1.2, "flashmla+pad": 0.5}
+
+
+def test_two_padded_forms_of_a_kernel_have_two_labels() -> None:
+    row = synthetic.rows(lambda case: {"torch-flash+pad": 5.0}, "prefill")[0]
+    assert label(row) == "torch-flash+pad"
+    assert label({**row, "padding": {"qk": 256, "v": 256, "heads": 16}}) == "torch-flash+pad256"
+    assert label({**row, "phase": "decode", "padding": {"qk": 576, "v": 512, "heads": 64}}) == "torch-flash+pad"
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
