@@ -17,6 +17,7 @@ from mla_serve.shapes import AttentionShape
 from . import PeerCall, attempt
 
 WORKSPACE = 128 << 20  # bytes, what FlashInfer's documentation recommends; one for each wrapper, since several are live
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of Q/K and V, that FlashInfer is built for
 
 
 def calls(shape: AttentionShape, call: Call) -> Iterator[PeerCall]:
@@ -25,6 +26,8 @@ def calls(shape: AttentionShape, call: Call) -> Iterator[PeerCall]:
         name = f"flashinfer-{backend}"
         if call.tensors[0].device.type != "cuda":
             yield PeerCall(name, why_not="needs a CUDA device")
+        elif not shape.absorbed and (shape.qk, shape.v) not in WIDTHS:
+            yield PeerCall(name, why_not=f"has no kernel for widths of {shape.qk}/{shape.v}")
         elif backend == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             yield PeerCall(name, why_not="fa3 needs a Hopper GPU")
         else:
