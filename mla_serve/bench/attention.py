@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,22 +155,27 @@ class Oracle:
         return error, float(off.max()), wrong
 
 
-def bench(bench: Bench, cases: Sequence[Case], note: Note, *, until: float | None = None) -> list[Row]:
-    """The rows of all cases; `note` hears of each as it begins. None begins after `until`, a time of `time.monotonic`."""
-    rows: list[Row] = []
+def bench(bench: Bench, cases: Sequence[Case], note: Note, *, until: float | None = None) -> Iterator[list[Row]]:
+    """The rows of each case in turn, none for one that fails altogether; `note` hears of each as it begins, and why it fails.
+
+    None begins after `until`, a time of `time.monotonic`.
+    """
     for number, case in enumerate(cases, 1):
         if until is not None and time.monotonic() >= until:
             note(f"{len(cases) - number + 1} of {len(cases)} shapes are left out: the time is up")
-            break
+            return
         shape = case.shape
-        note(
-            f"timing {number} of {len(cases)}: {shape.phase.value} {shape.batch} x {shape.q_len} on {shape.kv_len}, "
+        name = (
+            f"{shape.phase.value} {shape.batch} x {shape.q_len} on {shape.kv_len}, "
             f"{shape.heads} heads, {shape.qk}/{shape.v} {shape.dtype}{', ragged' if case.ragged else ''}"
         )
-        rows += bench.rows(case)
-        if shape.dtype != "float32" and bench.selector.device.type == "cuda":
+        note(f"timing {number} of {len(cases)}: {name}")
+        try:
+            yield bench.rows(case)
+        except Exception as error:  # noqa: BLE001 - a device that a kernel has broken must not cost the rows before it
+            note(f"{name} is left out: {describe(error)}")
+        if bench.selector.device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape's inputs may need what this one's peers have kept
-    return rows
 
 
 def _row(case: Case, contender: PeerCall, floor_us: float) -> Row:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mla_serve.errors import UserError
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from mla_serve.bench.attention_peers import PeerModule
@@ -68,8 +68,10 @@ def attention(
     if write_decisions is not None:
         _probe(selector, asked, write_decisions, budget)
         return
-    result = {"grid": grid, **_measure(selector, asked, modules, emulate, budget)}
-    _show(result, out, plot, as_json=as_json)
+    result: dict[str, Any] = {}
+    for result in _measure(selector, asked, modules, emulate, budget):
+        result = _finished({"grid": grid, **result}, out)
+    _show(result, plot, as_json=as_json)
 
 
 def _selector(device: torch.device, table: Path | None, only: str, emulate: str | None, *, strict: bool) -> Selector:
@@ -108,7 +110,8 @@ def _probe(selector: Selector, asked: list[Case], path: Path, budget: float | No
 
 def _measure(
     selector: Selector, asked: list[Case], modules: list[PeerModule], emulate: str | None, budget: float | None
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """The result so far, after each shape: what stops the process costs only what was not yet measured."""
     from mla_serve.bench import attention_emulate
     from mla_serve.bench.attention import Bench
     from mla_serve.bench.attention import bench as run
@@ -119,28 +122,42 @@ def _measure(
         selector, modules, own=OWN if modules else None,
         allowed=attention_emulate.why_not if emulate else lambda name: None,
     )  # fmt: skip
-    began = time.monotonic()
-    rows = run(bench, asked, _note, until=None if budget is None else began + budget)
     head: dict[str, Any] = {"emulated": emulate, "note": attention_emulate.NOTE} if emulate else {}
-    shapes = {(row.phase, row.batch, row.heads, row.q_len, row.kv_len, row.dtype, row.v, row.ragged) for row in rows}
-    return {
-        **head,
-        "seconds": round(time.monotonic() - began, 1),
-        "shapes": len(shapes),
-        "shapes_left_out": len(asked) - len(shapes),
-        "rates": bench.measured_rates(),
-        "backends": described(selector.backends),
-        "rows": [row.to_json() for row in rows],
-    }
+    backends, shapes, began = described(selector.backends), 0, time.monotonic()
+    rows: list[dict[str, Any]] = []
+
+    def result() -> dict[str, Any]:
+        seconds = round(time.monotonic() - began, 1)
+        return {
+            **head,
+            "seconds": seconds,
+            "shapes": shapes,
+            "shapes_left_out": len(asked) - shapes,
+            "rates": bench.measured_rates(),
+            "backends": backends,
+            "rows": list(rows),
+        }
+
+    yield result()
+    for found in run(bench, asked, _note, until=None if budget is None else began + budget):
+        rows += [row.to_json() for row in found]
+        shapes += 1
+        yield result()
 
 
-def _show(result: dict[str, Any], out: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    from mla_serve.bench.attention_table import lines
+def _finished(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """With date, host and command, and in its file."""
     from mla_serve.bench.results import save_result, stamped
 
     result = stamped(result, command=" ".join(["mla-serve", *sys.argv[1:]]))
     if out is not None:
         save_result(out, result)
+    return result
+
+
+def _show(result: dict[str, Any], plot: Path | None, *, as_json: bool) -> None:
+    from mla_serve.bench.attention_table import lines
+
     heading = _heading(result)
     if as_json:
         print(json.dumps(result, indent=1))
@@ -150,10 +167,7 @@ def _show(result: dict[str, Any], out: Path | None, plot: Path | None, *, as_jso
     if plot is not None:
         from mla_serve.bench.attention_plot import plot as draw
 
-        try:
-            draw(result["rows"], plot, heading)
-        except UserError as error:
-            raise UserError(f"{error}; the figures are {f'in {out}' if out else 'printed above'}") from error
+        draw(result["rows"], plot, heading)
 
 
 def _heading(result: dict[str, Any]) -> str:

@@ -132,8 +132,16 @@ def test_names_that_are_not_allowed_take_no_part() -> None:
 
 def test_no_case_begins_once_the_time_is_up() -> None:
     heard: list[str] = []
-    assert bench(a_bench(), [PREFILL, DECODE], heard.append, until=0.0) == []
+    assert list(bench(a_bench(), [PREFILL, DECODE], heard.append, until=0.0)) == []
     assert heard == ["2 of 2 shapes are left out: the time is up"]
+
+
+def test_a_case_that_fails_altogether_costs_no_other() -> None:
+    heard: list[str] = []
+    broken = Case(DECODE.shape, DECODE.q_lens, (-1, -1, -1))
+    found = list(bench(a_bench(), [PREFILL, broken, DECODE], heard.append))
+    assert [rows[0].phase for rows in found] == ["prefill", "decode"]
+    assert "is left out: ValueError" in heard[2]
 
 
 def test_the_floor_of_a_ragged_batch_is_the_sum_of_its_requests() -> None:
