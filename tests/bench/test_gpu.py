@@ -26,14 +26,15 @@ def decode(batch: int, kv_len: int, q_len: int = 1) -> AttentionShape:
     )  # fmt: skip
 
 
+PREFILL = AttentionShape.prefill(DEEPSEEK, batch=2, q_len=300, dtype="bfloat16", lse=False)
 CASES = {
     "decode": Case.uniform(decode(4, 1000)),
     "8 query tokens": Case.uniform(decode(4, 1000, 8)),
     "ragged decode": Case(decode(3, 700), (1, 1, 1), (2000, 70, 30)),
-    "prefill": Case.uniform(AttentionShape.prefill(DEEPSEEK, batch=2, q_len=300, dtype="bfloat16", lse=False)),
-    "ragged prefill": Case(AttentionShape.prefill(DEEPSEEK, batch=2, q_len=300, dtype="bfloat16", lse=False), (500, 100), (500, 100)),
+    "prefill": Case.uniform(PREFILL),
+    "ragged prefill": Case(PREFILL, (500, 100), (500, 100)),
     "context": Case.uniform(AttentionShape.context(DEEPSEEK, batch=2, q_len=70, kv_len=300, dtype="bfloat16")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(600)  # FlashInfer and Triton compile on first use
