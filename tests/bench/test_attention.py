@@ -126,8 +126,10 @@ def test_names_that_are_not_allowed_take_no_part() -> None:
     def run() -> Any:
         raise AssertionError("must not run")
 
-    rows = a_bench(peer(PeerCall("fa3", run=run)), allowed=lambda name: "needs Hopper" if name == "fa3" else None).rows(DECODE)
-    assert by_name(rows, "fa3").reason == "needs Hopper"
+    rows = a_bench(peer(PeerCall("a-peer", run=run)), allowed=lambda name: "needs Hopper" if name == "a-peer" else None).rows(
+        DECODE
+    )
+    assert by_name(rows, "a-peer").reason == "needs Hopper"
 
 
 def test_no_case_begins_once_the_time_is_up() -> None:
