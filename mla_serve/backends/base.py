@@ -125,9 +125,9 @@ class Backend(ABC):
 
     Class flags say what a candidate is filtered by: `gives_lse`; `capturable` (the same answer when captured once in a CUDA
     graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
-    latent cache); `page_sizes` and `head_counts` (None: any); `batch_invariant` (it has a mode, asked for by the shape's flag
-    of that name, in which a request's output and LSE are the same bits whoever its batch mates are and whether or not an LSE
-    is asked for).
+    latent cache); `page_sizes` and `head_counts` (None: any); `padded_head_counts` (where any is legal, those that are worth
+    padding to); `batch_invariant` (it has a mode, asked for by the shape's flag of that name, in which a request's output and
+    LSE are the same bits whoever its batch mates are and whether or not an LSE is asked for).
     """
 
     name: str
@@ -139,6 +139,7 @@ class Backend(ABC):
     batch_invariant: bool = False
     page_sizes: tuple[int, ...] | None = None
     head_counts: tuple[int, ...] | None = None
+    padded_head_counts: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -18,6 +18,13 @@ GROUP = "mla_serve.backends"  # an entry point's value is a Backend class, const
 
 # In the order in which ties are broken. The oracle is not among them: it is never a candidate.
 _CLASSES = {
+    "flashinfer-fa3": "flashinfer:FlashInferFa3",
+    "fa3": "flash_attention:FlashAttention3",
+    "fa4": "flash_attention:FlashAttention4",
+    "flashmla": "flashmla:FlashMLA",
+    "flashinfer-fa2": "flashinfer:FlashInferFa2",
+    "fa2": "flash_attention:FlashAttention2",
+    "transformer-engine": "transformer_engine:TransformerEngine",
     "torch-flash": "torch_sdpa:TorchFlash",
     "torch-cudnn": "torch_sdpa:TorchCudnn",
     "torch-efficient": "torch_sdpa:TorchEfficient",

@@ -74,7 +74,7 @@ def padded_forms(backend: Backend, shape: AttentionShape, *, host_lens: bool = T
         candidate = check(Padded(backend, padding), shape, host_lens=host_lens)
         if candidate.verdict is None:
             yield candidate
-    for padding in paddings.more_heads(shape, backend.head_counts):
+    for padding in paddings.more_heads(shape, backend.head_counts or backend.padded_head_counts):
         yield check(Padded(backend, padding), shape, host_lens=host_lens)
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mla_serve.backends.base import AttentionError, Backend, Plan
+from mla_serve.backends.base import AttentionError, Backend, Plan, State
 from mla_serve.backends.padded import PaddedState
 from mla_serve.selection.company import changed_by_company
 from mla_serve.selection.inputs import GARBAGE, Call, limits_of, make_call, poison
+from mla_serve.selection.timing import capture
 from mla_serve.shapes import AttentionShape
 
 _Sizes = tuple[list[int], list[int]]
@@ -59,9 +60,10 @@ def check(backend: Backend, shape: AttentionShape, *, seed: int, clean_pool: boo
 
     In order: a ragged batch with empty rows and +-1e4 in every slot that must not be read, its output pre-filled with NaN; the
     same again while a second plan is live; a smaller batch of other lengths on that very plan, so that what the first left
-    behind shows; the same with NaN in those slots. Buffers of a padded form are full of NaN before each run, and all inputs
-    must be byte-identical afterwards. Where `shape` asks for batch invariance, requests alone must then give the same bits as
-    among others. `clean_pool` says that the cache never holds NaN, which forgives a kernel that lets one
+    behind shows; the same with NaN in those slots; where `shape` is served from a CUDA graph, a captured run replayed with
+    both. Buffers of a padded form are full of NaN before each run, and all inputs must be byte-identical afterwards. Where
+    `shape` asks for batch invariance, requests alone must then give the same bits as among others. `clean_pool` says that the
+    cache never holds NaN, which forgives a kernel that lets one
     through; else that disqualifies it. Raises what the kernel raises in `prepare` or its first run.
     """
     judge = _Judge(backend, shape)
@@ -80,6 +82,8 @@ def check(backend: Backend, shape: AttentionShape, *, seed: int, clean_pool: boo
         plan = judge.replan(small, plan)
         judge.run(small, plan, need_lse=backend.gives_lse, what="with other lengths on the same plan")
         judge.run_with_nan(small, plan)
+        if shape.graph and backend.device.type == "cuda":
+            judge.replay(large, small, state)
         if shape.batch_invariant and (changed := changed_by_company(backend, shape, seed=seed)):
             raise _Failed(changed)
     except _Failed as failed:
@@ -154,6 +158,29 @@ class _Judge:
             del self.errors[known[0] :], self.lse_errors[known[1] :]
         finally:
             poison(call, GARBAGE)
+
+    def replay(self, large: Call, small: Call, state: State) -> None:
+        """One run captured in a CUDA graph, then replayed with `small`'s lengths, pages and live rows, and with `large`'s."""
+        pages = max(call.tensors[2].shape[0] for call in (large, small))
+        q_nope, q_pe, cache = large.tensors
+        pool = cache.new_zeros(pages, *cache.shape[1:])
+        pool[: cache.shape[0]] = cache
+        static = replace(large, tensors=(q_nope.clone(), q_pe.clone(), pool))
+        try:
+            plan = self.backend.plan(state, large.batch, scale=large.scale)
+            run = capture(lambda: static.run(self.backend, plan, need_lse=self.shape.lse), self.backend.device)
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _Failed(f"raised {describe(error)} when a run was captured in a CUDA graph") from error
+        for call, what in ((small, "other lengths"), (large, "the first lengths again")):
+            for buffer, value in zip(static.tensors, call.tensors, strict=True):
+                buffer[: value.shape[0]] = value
+            self.replan(call, plan)
+            try:
+                self.compare(call, *run())
+            except _Failed as failed:
+                raise _Failed(f"{failed} (a CUDA graph replayed with {what})") from None
 
     def untouched(self, call: Call, before: Sequence[Tensor]) -> None:
         for name, buffer, old in zip(_names(call), _bytes(call, copy=False), before, strict=True):

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 Part = Literal["run", "plan"]
+T = TypeVar("T")
 
 
 class Trial(Protocol):
@@ -135,6 +136,36 @@ class CudaClock:
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end))
+
+
+class Replayed:
+    """A trial whose run is captured in a CUDA graph once and then replayed, as a server replays a decode step.
+
+    Plans are refreshed outside the graph. Raises what the capture raises.
+    """
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        self.label, self.plan = trial.label, trial.plan
+        self.run = capture(trial.run, device)
+
+
+def capture(run: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """`run`, captured in a CUDA graph: each call replays it and returns the result of the capture, written anew."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # whatever is set up on first use must not be captured
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def clock(device: torch.device) -> Measure:

@@ -44,6 +44,9 @@ def shapes() -> Iterator[AttentionShape]:
             yield AttentionShape.prefill(dims, batch=3, q_len=16, dtype=dtype, lse=True)
         yield AttentionShape.context(DEEPSEEK, batch=3, q_len=16, kv_len=64, dtype=dtype)
         yield AttentionShape.decode(DEEPSEEK, batch=3, kv_len=64, dtype=dtype, page_size=16, lse=True)
+        if torch.cuda.is_available():  # what kernels for GPUs take: their pages, several query tokens
+            for q_len in (1, 3):
+                yield AttentionShape.decode(DEEPSEEK, batch=3, kv_len=64, dtype=dtype, page_size=64, q_len=q_len, lse=True)
         yield AttentionShape.decode(SMALL, batch=3, kv_len=64, dtype=dtype, page_size=16, q_len=3, lse=True)
 
 

@@ -23,14 +23,16 @@ def names(backends: list) -> list[str]:
 
 
 def test_the_built_in_backends_are_there_and_the_oracle_is_not() -> None:
-    assert set(BUILT_IN) == {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math", "torch-mla"}
+    torch_alone = {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math", "torch-mla"}
+    libraries = {"flashinfer-fa2", "flashinfer-fa3", "fa2", "fa3", "fa4", "flashmla", "transformer-engine"}
+    assert set(BUILT_IN) == torch_alone | libraries
     assert names(load_backends(CPU))[: len(BUILT_IN)] == list(BUILT_IN)
     assert all(backend.device == CPU for backend in load_backends(CPU))
 
 
 def test_only_the_named_ones() -> None:
     assert names(load_backends(CPU, ["torch-mla", "torch-math"])) == ["torch-math", "torch-mla"]
-    with pytest.raises(UserError, match="no attention backend is called torch-flahs; there are torch-flash, "):
+    with pytest.raises(UserError, match="no attention backend is called torch-flahs; there are flashinfer-fa3, "):
         load_backends(CPU, ["torch-flahs"])
 
 
