@@ -126,7 +126,8 @@ class Backend(ABC):
     Class flags say what a candidate is filtered by: `gives_lse`; `capturable` (the same answer when captured once in a CUDA
     graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
     latent cache); `page_sizes` and `head_counts` (None: any); `padded_head_counts` (where any is legal, those that are worth
-    padding to); `batch_invariant` (it has a mode, asked for by the shape's flag of that name, in which a request's output and
+    padding to); `leaks_nan` (may let NaN in unread slots of the cache through, as 0 * NaN; finite garbage never);
+    `batch_invariant` (it has a mode, asked for by the shape's flag of that name, in which a request's output and
     LSE are the same bits whoever its batch mates are and whether or not an LSE is asked for).
     """
 
@@ -137,6 +138,7 @@ class Backend(ABC):
     needs_host_lens: bool = False
     takes_cache_scale: bool = False
     batch_invariant: bool = False
+    leaks_nan: bool = False
     page_sizes: tuple[int, ...] | None = None
     head_counts: tuple[int, ...] | None = None
     padded_head_counts: tuple[int, ...] = ()

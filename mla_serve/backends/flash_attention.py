@@ -135,6 +135,7 @@ class FlashAttention3(_FlashAttention):
     name = "fa3"
     version = 3
     capturable = True
+    leaks_nan = True  # seen with 128 query tokens a request
 
     def _wrong_gpu(self, capability: tuple[int, int]) -> str | None:
         return None if capability[0] == 9 else f"needs sm_90, {_this(capability)}"
@@ -147,8 +148,8 @@ class FlashAttention3(_FlashAttention):
         return f"takes unequal widths of 129 to 192 with V of 97 to 128, or up to 64 with V up to 512, not {qk}/{v}"
 
     def _decode_refusal(self, shape: AttentionShape) -> str | None:
-        if shape.rope > 64 or shape.v > 512 or shape.rope % 8 or shape.v % 8 or not shape.rope:
-            return f"takes rope up to 64 and a latent rank up to 512, in multiples of 8, not {shape.rope} and {shape.v}"
+        if not 0 < shape.rope <= 64 or not 256 <= shape.v <= 512 or shape.rope % 8 or shape.v % 8:
+            return f"takes rope up to 64 and a latent rank of 256 to 512, in multiples of 8, not {shape.rope} and {shape.v}"
         if shape.cache_dtype not in (None, shape.dtype):
             return f"takes a cache of the queries' dtype, {shape.dtype}, not {shape.cache_dtype}"
         if (shape.page_size or 0) % 16:

@@ -74,6 +74,8 @@ def _bundle(version: int) -> Library | str:
     if not getattr(bundle, f"FA{version}_AVAILABLE", False):
         why = getattr(bundle, f"FA{version}_UNAVAILABLE_REASON", None)
         return f"vLLM's bundle has no FlashAttention-{version}" + (f" ({why})" if why else "")
+    if version == 4:
+        import_module("vllm.vllm_flash_attn.cute.interface")  # written in a language that has to be installed too
     return Library("vllm", *_of_vllm(bundle, version))
 
 

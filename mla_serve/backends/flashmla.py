@@ -87,6 +87,8 @@ class FlashMLA(Backend):
             return "takes the absorbed form only"
         if shape.dtype not in ("bfloat16", "float16"):
             return f"takes bfloat16 and float16, not {shape.dtype}"
+        if shape.page_size not in self.page_sizes:
+            return f"takes pages of 64 tokens, not {shape.page_size}"
         if (shape.v, shape.rope) != (512, 64):
             return f"takes a latent rank of 512 and rope 64, not {shape.v} and {shape.rope}"
         if shape.cache_dtype not in (None, shape.dtype):
@@ -169,7 +171,7 @@ class FlashMLA(Backend):
             q = torch.cat([q_nope[:live], q_pe[:live]], dim=-1).view(rows, q_len, heads, -1)
             _, found = self._found.flash_mla_with_kvcache(
                 q, cache.unsqueeze(2), plan.table, plan.kv_lens, latent, plan.schedule, softmax_scale=plan.scale, causal=True,
-                out=result[:live].view(rows, q_len, heads, latent),
+                out=result[:live].view(rows, 1, q_len * heads, latent),  # one key head, and all query rows that share it
             )  # fmt: skip
             if need_lse:  # [rows, heads, q_len], +inf where there are no keys
                 lse = found.transpose(1, 2).reshape(live, heads)

@@ -64,7 +64,7 @@ class Padded(Backend):
         self.name, self.library = f"{inner.name}+pad", inner.library
         self.gives_lse, self.capturable, self.needs_host_lens = inner.gives_lse, inner.capturable, inner.needs_host_lens
         self.takes_cache_scale, self.batch_invariant = inner.takes_cache_scale, inner.batch_invariant
-        self.page_sizes = inner.page_sizes
+        self.page_sizes, self.leaks_nan = inner.page_sizes, inner.leaks_nan
 
     def padded(self, shape: AttentionShape) -> AttentionShape:
         """The shape that the inner backend sees."""

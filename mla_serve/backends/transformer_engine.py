@@ -7,11 +7,14 @@ form is fused). It returns no LSE, so it takes no part where attention states ar
 
 from __future__ import annotations
 
+import ctypes
 import os
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +74,11 @@ class TransformerEngine(Backend):
         """Imports the library, with the cuDNN that torch carries; None, or why it cannot be used."""
         if find_spec("transformer_engine") is None:
             return "transformer_engine is not installed (pip install transformer-engine[pytorch])"
-        cudnn = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
-        if cudnn is not None and cudnn.submodule_search_locations:
-            # It looks here first; another cuDNN in the path makes it fall back to unfused attention without a word.
-            os.environ.setdefault("CUDNN_HOME", next(iter(cudnn.submodule_search_locations)))
         try:
-            import_module(_DPA)
+            _load_cudnn_of_torch()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import_module(_DPA)
             found = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             first = (str(error).strip().splitlines() or [""])[0]
@@ -86,7 +88,7 @@ class TransformerEngine(Backend):
         if ours is not None and major * 10_000 + minor * 100 + patch != ours:
             return (
                 f"Transformer Engine has loaded cuDNN {major}.{minor}.{patch} and torch "
-                f"{ours // 10_000}.{ours // 100 % 100}.{ours % 100}; unset LD_LIBRARY_PATH or set CUDNN_HOME to torch's"
+                f"{ours // 10_000}.{ours // 100 % 100}.{ours % 100}; unset LD_LIBRARY_PATH"
             )
         return None
 
@@ -199,6 +201,19 @@ class TransformerEngine(Backend):
             rows.append(q.new_zeros(q.shape[0] - tokens, q.shape[1], width))
         result = rows[0] if len(rows) == 1 else torch.cat(rows)
         return result.contiguous() if out is None else out.copy_(result), None
+
+
+def _load_cudnn_of_torch() -> None:
+    """Loads all parts of the cuDNN that torch carries, so that Transformer Engine is linked with these.
+
+    It would look in the system's path, and with another cuDNN there it falls back to unfused attention without a word, or two
+    versions meet in one process and neither can be used.
+    """
+    cudnn = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+    for home in (cudnn.submodule_search_locations or ()) if cudnn else ():
+        os.environ.setdefault("CUDNN_HOME", home)
+        for part in sorted(Path(home, "lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 def _mask(causal: bool, *, even: bool, square: bool) -> str:
