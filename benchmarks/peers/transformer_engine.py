@@ -46,7 +46,7 @@ def _prefill(shape: AttentionShape, call: Call, padding: Padding | None) -> Peer
         shape.heads, (shape.qk, width), num_gqa_groups=shape.heads, attention_dropout=0.0, qkv_format=layout,
         attn_mask_type=mask, softmax_scale=call.scale,
     ).eval()  # fmt: skip
-    flash, fused, *_ = get_attention_backend(
+    flash, *middle, _, _ = get_attention_backend(  # (flash, [its kind], fused, its kind, unfused, available), by version
         AttentionParams(
             qkv_dtype=torch_dtype(shape.dtype), qkv_layout=f"{layout}_{layout}_{layout}", batch_size=batch.num_requests,
             num_heads=shape.heads, num_gqa_groups=shape.heads, max_seqlen_q=batch.max_q, max_seqlen_kv=batch.max_kv,
@@ -69,7 +69,7 @@ def _prefill(shape: AttentionShape, call: Call, padding: Padding | None) -> Peer
             )  # fmt: skip
         return trimmed(found.reshape(q.shape[0], shape.heads, width), shape.v)
 
-    kernel = "flash" if flash else "fused" if fused else "unfused"
+    kernel = "flash" if flash else "fused" if middle[-2] else "unfused"
     return PeerCall(
         NAME, run, lambda raw: (raw, None), padding=padding, capturable=False, settings=f"{kernel}, {layout}"
     )  # fmt: skip

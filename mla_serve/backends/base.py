@@ -127,6 +127,7 @@ class Backend(ABC):
     graph and replayed with other lengths); `needs_host_lens` (plan reads exact host lengths); `takes_cache_scale` (a float8
     latent cache); `page_sizes` and `head_counts` (None: any); `padded_head_counts` (where any is legal, those that are worth
     padding to); `leaks_nan` (may let NaN in unread slots of the cache through, as 0 * NaN; finite garbage never);
+    `even_queries` (a decode takes the same number of query tokens from every request, or is refused at its plan);
     `batch_invariant` (it has a mode, asked for by the shape's flag of that name, in which a request's output and
     LSE are the same bits whoever its batch mates are and whether or not an LSE is asked for).
     """
@@ -139,12 +140,18 @@ class Backend(ABC):
     takes_cache_scale: bool = False
     batch_invariant: bool = False
     leaks_nan: bool = False
+    even_queries: bool = False
     page_sizes: tuple[int, ...] | None = None
     head_counts: tuple[int, ...] | None = None
     padded_head_counts: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Every distribution that `library` may turn out to be, known before anything is imported."""
+        return (self.library,)
 
     @abstractmethod
     def kind(self, shape: AttentionShape) -> Kind:

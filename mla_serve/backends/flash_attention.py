@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mla_serve.backends.base import AttentionError, Backend, BatchLayout, Kind, Limits, Plan, State, torch_dtype
-from mla_serve.backends.flash_attention_libraries import Library, Paged, Varlen, find
+from mla_serve.backends.flash_attention_libraries import DISTRIBUTIONS, Library, Paged, Varlen, find
+from mla_serve.backends.rows import blind, blind_rows_on_device
 from mla_serve.shapes import AttentionShape
 
 __all__ = ["FlashAttention2", "FlashAttention3", "FlashAttention4"]
@@ -23,9 +24,11 @@ __all__ = ["FlashAttention2", "FlashAttention3", "FlashAttention4"]
 class FlashPlan(Plan):
     """`schedule` is FlashAttention-3's division of a decode among the SMs.
 
-    Under a graph the tensors of the batch are copied into the first plan's own, whose addresses were captured.
+    Under a graph the tensors of the batch are copied into the first plan's own, whose addresses were captured. `blind` [tokens]
+    is True for rows that see no key, None where there are none.
     """
 
+    blind: Tensor | None
     kv_lens: Tensor
     q_starts: Tensor
     table: Tensor | None = None
@@ -37,6 +40,10 @@ class _FlashAttention(Backend):
     """What the versions share: finding the library, ragged rows, the LSE's layout."""
 
     version: int
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return DISTRIBUTIONS[self.version]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -85,9 +92,17 @@ class _FlashAttention(Backend):
         self.require(shape)
         return State(shape, limits)
 
+    def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> Plan:
+        without_keys = blind(batch, causal=state.shape.causal)
+        if not isinstance(reuse, FlashPlan):
+            return FlashPlan(state, batch, scale, without_keys, batch.kv_lens, batch.query_start_loc)
+        reuse.state, reuse.batch, reuse.scale, reuse.blind = state, batch, scale, without_keys
+        return reuse
+
     def run_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, need_lse: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(plan, FlashPlan)
         batch, library = plan.batch, self._library
         assert isinstance(library, Library)
         tokens = batch.num_tokens if k.shape[0] else 0
@@ -97,7 +112,7 @@ class _FlashAttention(Backend):
             lengths = Varlen(batch.query_start_loc, batch.kv_start_loc, batch.max_q, batch.max_kv)
             _, found = library.prefill(q[:tokens], k, v, lengths, plan.scale, plan.state.shape.causal, result[:tokens])
             if lse is not None:
-                lse[:tokens] = _natural(found)
+                lse[:tokens] = _natural(found, plan.blind)
         if tokens < q.shape[0]:
             result[tokens:].zero_()
             if lse is not None:
@@ -161,6 +176,7 @@ class FlashAttention3(_FlashAttention):
         shape = state.shape
         if not shape.absorbed:
             return super().plan(state, batch, scale=scale, reuse=reuse)
+        without_keys = blind_rows_on_device(batch, causal=True) if shape.graph else blind(batch, causal=True)
         table = batch.block_table
         if table is None or batch.page_size is None:
             raise AttentionError(f"{self.name} needs a block table and a page size in its BatchLayout")
@@ -168,7 +184,9 @@ class FlashAttention3(_FlashAttention):
             kv_lens, q_starts = batch.kv_lens, batch.query_start_loc
             if shape.graph:
                 kv_lens, q_starts, table = _own(kv_lens), _own(q_starts), _own(table)
-            reuse = FlashPlan(state, batch, scale, kv_lens, q_starts, table)
+                assert without_keys is not None
+                without_keys = _own(without_keys)
+            reuse = FlashPlan(state, batch, scale, without_keys, kv_lens, q_starts, table)
         elif shape.graph:
             assert reuse.table is not None
             if reuse.table.shape != table.shape:
@@ -178,7 +196,11 @@ class FlashAttention3(_FlashAttention):
             reuse.kv_lens.copy_(batch.kv_lens)
             reuse.q_starts.copy_(batch.query_start_loc)
             reuse.table.copy_(table)
+            assert reuse.blind is not None
+            assert without_keys is not None
+            reuse.blind[: without_keys.shape[0]].copy_(without_keys)
         else:
+            reuse.blind = without_keys
             reuse.kv_lens, reuse.q_starts, reuse.table = batch.kv_lens, batch.query_start_loc, table
         reuse.state, reuse.batch, reuse.scale = state, batch, scale
         # What a graph was captured for holds for every replay, so it is the most that the table can hold.
@@ -192,7 +214,7 @@ class FlashAttention3(_FlashAttention):
         if library.schedule is None:
             return
         fresh = library.schedule(
-            batch_size=plan.kv_lens.shape[0], max_seqlen_q=max(1, plan.batch.max_q), max_seqlen_k=plan.max_kv,
+            batch_size=plan.kv_lens.shape[0], max_seqlen_q=_most(plan), max_seqlen_k=plan.max_kv,
             num_heads_q=shape.heads, num_heads_kv=1, headdim=shape.rope, headdim_v=shape.v, cache_seqlens=plan.kv_lens,
             qkv_dtype=torch_dtype(shape.dtype), page_size=plan.batch.page_size, cu_seqlens_q=plan.q_starts, causal=True,
             num_splits=0,
@@ -225,17 +247,22 @@ class FlashAttention3(_FlashAttention):
         result = torch.empty_like(q_nope, memory_format=torch.contiguous_format) if out is None else out
         lse = None
         if tokens:
-            paged = Paged(plan.q_starts, max(1, plan.batch.max_q), plan.kv_lens, plan.max_kv, plan.table, plan.schedule)
+            paged = Paged(plan.q_starts, _most(plan), plan.kv_lens, plan.max_kv, plan.table, plan.schedule)
             keys = cache.unsqueeze(2)  # one key head
             _, found = library.decode(
                 q_pe[:tokens], q_nope[:tokens], keys[..., latent:], keys[..., :latent], paged, plan.scale, result[:tokens]
             )
-            lse = _natural(found) if need_lse else None
+            lse = _natural(found, plan.blind) if need_lse else None
         if tokens < q_nope.shape[0]:
             result[tokens:].zero_()
             rest = torch.full((q_nope.shape[0] - tokens, q_nope.shape[1]), -math.inf, device=q_nope.device)
             lse = (rest if lse is None else torch.cat([lse, rest])) if need_lse else None
         return result, lse
+
+
+def _most(plan: FlashPlan) -> int:
+    """Query tokens of the longest request; what a graph was captured for holds for every replay."""
+    return plan.state.shape.q_len if plan.state.shape.graph else max(1, plan.batch.max_q)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -244,10 +271,10 @@ def _own(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
-def _natural(lse: Tensor) -> Tensor:
+def _natural(lse: Tensor, blind: Tensor | None) -> Tensor:
     """[tokens, heads], contiguous, from FlashAttention's [heads, tokens], whose rows without keys are +inf."""
     lse = lse.transpose(0, 1).contiguous()
-    return lse.masked_fill_(lse == math.inf, -math.inf)
+    return lse if blind is None else lse.masked_fill_(blind[:, None], -math.inf)
 
 
 def _this(capability: tuple[int, int]) -> str:

@@ -52,13 +52,16 @@ class Library:
     schedule: Callable[..., Tensor] | None = None
 
 
+DISTRIBUTIONS = {2: ("vllm", "flash-attn"), 3: ("vllm", "flash-attn-3"), 4: ("vllm", "flash-attn-4")}
+
+
 def find(version: int) -> Library | str:
     """The library that has FlashAttention `version` (2, 3 or 4), or why there is none."""
     tried = []
     for look in (_bundle, {2: _package_2, 3: _package_3, 4: _package_4}[version]):
         try:
             found = look(version)
-        except (ImportError, OSError, RuntimeError) as error:  # a build for another torch fails in its own way
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a build for another torch fails in its own way
             tried.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
             continue
         if isinstance(found, Library):

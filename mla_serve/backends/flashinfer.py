@@ -213,15 +213,12 @@ class _FlashInfer(Backend):
         scales = {}
         if cache.dtype == torch.float8_e4m3fn:
             scales = {"ckv_scale": cache_scale, "kpe_scale": cache_scale}
-            cache_scale = 1.0
-        elif cache_scale != 1.0:  # the kernel scales a float8 cache only
-            q_nope, q_pe = q_nope * cache_scale, q_pe * cache_scale
+        elif cache_scale != 1.0:
+            raise AttentionError(f"{self.name} scales a float8 cache only, this one is {cache.dtype}")
         plan.wrapper.run(
             q_nope, q_pe, cache[..., :latent], cache[..., latent:], out=result, lse=lse, return_lse=need_lse,
             return_lse_base_on_e=need_lse, **scales,
         )  # fmt: skip
-        if cache_scale != 1.0:
-            result.mul_(cache_scale)
         if lse is not None:
             lse.masked_fill_(lse < _NO_KEYS, -math.inf)
         if not plan.state.shape.graph:

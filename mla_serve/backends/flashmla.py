@@ -27,6 +27,7 @@ __all__ = ["FlashMLA"]
 class FlashMLAPlan(Plan):
     """`schedule` is the library's scheduler metadata. Under a graph `kv_lens` and `table` are the captured ones."""
 
+    blind: Tensor  # [rows] True for requests without keys
     kv_lens: Tensor
     table: Tensor
     q_len: int
@@ -39,12 +40,18 @@ class FlashMLA(Backend):
     name = "flashmla"
     library = "flash-mla"
     capturable = True
+    even_queries = True
     page_sizes = (64,)
     padded_head_counts = (64, 128)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._found: Any = None
+        self._writes_into = False
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ("vllm", "flash-mla")
 
     def kind(self, shape: AttentionShape) -> Kind:
         return Kind.FLASH
@@ -79,6 +86,7 @@ class FlashMLA(Backend):
                 tried.append(f"{distribution} has an interface from before 2026")
                 continue
             self.library = distribution
+            self._writes_into = "out" in inspect.signature(found.flash_mla_with_kvcache).parameters
             return found
         return "; ".join(tried)
 
@@ -104,17 +112,23 @@ class FlashMLA(Backend):
         if table is None or batch.page_size is None:
             raise AttentionError(f"{self.name} needs a block table and a page size in its BatchLayout")
         q_len = state.shape.q_len if graph else max(1, batch.max_q)
-        rows = batch.num_requests if graph else batch.num_tokens // q_len
-        if rows * q_len != batch.num_tokens or (batch.q_lens_host and any(n != q_len for n in batch.q_lens_host[:rows])):
+        live = batch.num_tokens // q_len
+        even = live * q_len == batch.num_tokens and (
+            live == batch.live_requests if batch.q_lens_host is None else all(n == q_len for n in batch.q_lens_host[:live])
+        )
+        if not even:
             raise AttentionError(f"{self.name} takes the same number of query tokens from every request, {q_len} of each")
+        rows = batch.num_requests if graph else live
         kv_lens, table = batch.kv_lens[:rows], table[:rows]
         if not isinstance(reuse, FlashMLAPlan):
+            without_keys = kv_lens == 0
             if graph:
                 with torch.inference_mode(False):  # written again at every step, in whatever mode
-                    kv_lens, table = (
-                        torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t) for t in (kv_lens, table)
+                    kv_lens, table, without_keys = (
+                        torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t)
+                        for t in (kv_lens, table, without_keys)
                     )
-            reuse = FlashMLAPlan(state, batch, scale, kv_lens, table, q_len, self._new_schedule())
+            reuse = FlashMLAPlan(state, batch, scale, without_keys, kv_lens, table, q_len, self._new_schedule())
         elif graph:
             if reuse.table.shape != table.shape:
                 raise AttentionError(
@@ -122,7 +136,9 @@ class FlashMLA(Backend):
                 )
             reuse.kv_lens.copy_(kv_lens)
             reuse.table.copy_(table)
+            reuse.blind.copy_(kv_lens == 0)
         else:
+            reuse.blind = kv_lens == 0
             reuse.kv_lens, reuse.table, reuse.schedule = kv_lens, table, self._new_schedule()
         reuse.state, reuse.batch, reuse.scale, reuse.q_len = state, batch, scale, q_len
         if graph:
@@ -169,13 +185,16 @@ class FlashMLA(Backend):
         lse = None
         if live:
             q = torch.cat([q_nope[:live], q_pe[:live]], dim=-1).view(rows, q_len, heads, -1)
-            _, found = self._found.flash_mla_with_kvcache(
+            # Where it takes an output, it is laid out as it computes: one key head, and all query rows that share it.
+            into = {"out": result[:live].view(rows, 1, q_len * heads, latent)} if self._writes_into else {}
+            answer, found = self._found.flash_mla_with_kvcache(
                 q, cache.unsqueeze(2), plan.table, plan.kv_lens, latent, plan.schedule, softmax_scale=plan.scale, causal=True,
-                out=result[:live].view(rows, 1, q_len * heads, latent),  # one key head, and all query rows that share it
+                **into,
             )  # fmt: skip
+            if not into:
+                result[:live].view(rows, q_len, heads, latent).copy_(answer)
             if need_lse:  # [rows, heads, q_len], +inf where there are no keys
-                lse = found.transpose(1, 2).reshape(live, heads)
-                lse = torch.where(lse == math.inf, -math.inf, lse)
+                lse = found.masked_fill(plan.blind[:, None, None], -math.inf).transpose(1, 2).reshape(live, heads)
         if live < tokens:
             result[live:].zero_()
             rest = torch.full((tokens - live, heads), -math.inf, dtype=torch.float32, device=q_nope.device)

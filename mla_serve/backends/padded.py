@@ -64,7 +64,11 @@ class Padded(Backend):
         self.name, self.library = f"{inner.name}+pad", inner.library
         self.gives_lse, self.capturable, self.needs_host_lens = inner.gives_lse, inner.capturable, inner.needs_host_lens
         self.takes_cache_scale, self.batch_invariant = inner.takes_cache_scale, inner.batch_invariant
-        self.page_sizes, self.leaks_nan = inner.page_sizes, inner.leaks_nan
+        self.page_sizes, self.leaks_nan, self.even_queries = inner.page_sizes, inner.leaks_nan, inner.even_queries
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return self.inner.libraries
 
     def padded(self, shape: AttentionShape) -> AttentionShape:
         """The shape that the inner backend sees."""

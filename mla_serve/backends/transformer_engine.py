@@ -127,7 +127,9 @@ class TransformerEngine(Backend):
             attn_mask_type=_mask(shape.causal, even=True, square=shape.q_len == shape.kv_len),
             is_training=training,
         )
-        flash, fused, _, unfused, _ = utils.get_attention_backend(parameters)
+        # Versions differ in whether flash has a sub-backend of its own: (flash, [its], fused, its, unfused, available).
+        flash, *middle, unfused, _ = utils.get_attention_backend(parameters)
+        fused = middle[-2]
         answer: Kind | str = (
             Kind.FLASH if flash else Kind.FUSED if fused else Kind.UNFUSED if unfused
             else f"Transformer Engine has no kernel for widths {shape.qk}/{shape.v}"

@@ -18,7 +18,7 @@ from mla_serve.backends.registry import load_backends
 from mla_serve.errors import UserError
 from mla_serve.selection import availability, invariant, nearest, paddings
 from mla_serve.selection.bound import BoundSelector
-from mla_serve.selection.candidates import Candidate, candidates, check, padded_forms
+from mla_serve.selection.candidates import Candidate, candidates, check, native, padded_forms
 from mla_serve.selection.claims import Claims
 from mla_serve.selection.decision import CandidateResult, Decision, Policy
 from mla_serve.selection.fingerprint import Fingerprint
@@ -77,7 +77,7 @@ class Selector:
         self.backends = list(load_backends(device) if backends is None else backends)
         self._by_name = {backend.name: backend for backend in self.backends}
         self._pins = by_phase(pins or {}, self._by_name)
-        self._fingerprint = Fingerprint.here(device, {backend.library for backend in self.backends})
+        self._fingerprint = Fingerprint.here(device, {name for backend in self.backends for name in backend.libraries})
         if measurer is None and measure is None and backends is None:
             measurer = Isolated(device, effort=effort, clean_pool=clean_pool)
         self.measurer = measurer or InProcess(device, measure=measure, effort=effort, clean_pool=clean_pool)
@@ -255,7 +255,7 @@ class Selector:
             padding=chosen.padding,
             candidates=tuple(rows),
             layers=self.layers,
-            library=backend.library,
+            library=native(backend).library,
         )
         holds = self._usable(again) and again.fingerprint.mismatch(self.fingerprint, again.library) is None
         return again if holds else decision
@@ -326,7 +326,7 @@ class Selector:
         backend = self._by_name.get(winner)
         decision = Decision(
             bucket, policy, winner, padding, tuple(rows), self.fingerprint,
-            library=backend.library if backend else "torch", layers=self.layers, note=note,
+            library=native(backend).library if backend else "torch", layers=self.layers, note=note,
         )  # fmt: skip
         logger.debug("%s: %s (%s)", bucket, decision.label, policy)
         return decision

@@ -95,6 +95,8 @@ def check_lse(backend: Backend, shape: AttentionShape) -> None:
 def check_causal(backend: Backend, shape: AttentionShape) -> None:
     """Bottom-right: query i of Sq sees keys up to Sk - Sq + i (K12)."""
     for q_lens, kv_lens in (([128], [400]), ([3], [7]), ([1], [400]), ([3, 3, 2], [7, 7, 2]), ([4, 6], [9, 3])):
+        if backend.even_queries and len(set(q_lens)) > 1:
+            continue
         sized = replace(shape, q_len=max(q_lens)) if shape.absorbed else shape
         case = make(sized, q_lens, kv_lens, backend.device, unread=1e4 if backend.leaks_nan else math.nan)
         agree("causal", backend, case, case.answer(backend), case.expected(), f"with {q_lens} queries on {kv_lens} keys")
@@ -199,6 +201,9 @@ def check_pages(backend: Backend, shape: AttentionShape) -> None:
 @law(lambda backend, shape: shape.absorbed and backend.takes_cache_scale)
 def check_cache_scale(backend: Backend, shape: AttentionShape) -> None:
     """Stored values times `cache_scale` are the latents, as keys and as values."""
+    float8 = replace(shape, cache_dtype="float8_e4m3fn")
+    if backend.device.type == "cuda" and backend.supports(float8) is None:  # the only cache that some kernels scale
+        shape = float8
     for cache_scale in (0.5, 1.75):
         case = replace(make(shape, *lengths(shape), backend.device), cache_scale=cache_scale)
         agree("cache_scale", backend, case, case.answer(backend), case.expected(), f"at cache scale {cache_scale}")
