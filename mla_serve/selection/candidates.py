@@ -56,20 +56,26 @@ def candidates(shape: AttentionShape, backends: Sequence[Backend], *, host_lens:
             continue
         if plain.verdict is None and not shape.absorbed and shape.qk == shape.v:
             continue  # equal widths that the kernel takes: nothing to pad
-        forms = padded_forms(backend, shape, host_lens=host_lens)
+        forms = padded_forms(backend, shape, host_lens=host_lens, native_runs=plain.verdict is None)
         found.extend(form for form in forms if form.verdict is None or form.reason != plain.reason)
     return found
 
 
-def padded_forms(backend: Backend, shape: AttentionShape, *, host_lens: bool = True) -> Iterator[Candidate]:
+def padded_forms(
+    backend: Backend, shape: AttentionShape, *, host_lens: bool = True, native_runs: bool = False
+) -> Iterator[Candidate]:
     """The padded forms of an available backend, checked one by one as they are taken.
 
-    Prefill and context: equal widths first, shown also where they are refused, then the next usual widths that are supported.
-    Decode: the next legal head counts.
+    Prefill and context: equal widths first, shown also where they are refused; the next usual widths that are supported only
+    where neither the native (`native_runs`) nor the equal ones are, since more padding is more work. Decode: the next legal
+    head counts.
     """
     first = paddings.equal_widths(shape)
     if first is not None:
-        yield check(Padded(backend, first), shape, host_lens=host_lens)
+        equal = check(Padded(backend, first), shape, host_lens=host_lens)
+        yield equal
+        if equal.verdict is None or native_runs:
+            return
     for padding in paddings.wider(shape):
         candidate = check(Padded(backend, padding), shape, host_lens=host_lens)
         if candidate.verdict is None:

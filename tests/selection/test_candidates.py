@@ -28,10 +28,12 @@ def equal_only(shape: AttentionShape) -> str | None:
     return None if shape.qk == shape.v else "wants equal widths"
 
 
-def test_widths_equal_ones_first_then_the_next_usual_ones() -> None:
-    assert forms(candidates(prefill(), [Fake()])) == [None, (192, 192, 4), (256, 256, 4)]
+def test_widths_equal_ones_first_then_the_next_usual_ones_where_nothing_less_runs() -> None:
+    assert forms(candidates(prefill(), [Fake()])) == [None, (192, 192, 4)]
+    assert forms(candidates(prefill(), [Fake(refuse=equal_only)])) == [None, (192, 192, 4)]
     narrow = MLADims(heads=4, nope=64, rope=32, v=64, latent=256)
-    assert forms(candidates(prefill(narrow), [Fake()])) == [None, (96, 96, 4), (128, 128, 4), (192, 192, 4)]
+    usual: Refuse = lambda shape: None if shape.qk == shape.v != 96 else "usual widths only"  # noqa: E731
+    assert forms(candidates(prefill(narrow), [Fake(refuse=usual)])) == [None, (128, 128, 4), (192, 192, 4)]
 
 
 def test_usual_widths_are_listed_only_where_they_are_supported() -> None:
