@@ -165,6 +165,10 @@ class Backend(ABC):
     def supports(self, shape: AttentionShape) -> str | None:
         """None if `shape` can be run as it is, else the reason, for a person. Called only where `available()` is None."""
 
+    def workspace_bytes(self, shape: AttentionShape) -> int:
+        """Memory that a run of `shape` needs beside its inputs and output, about; 0 where it is little."""
+        return 0
+
     def prepare(self, shape: AttentionShape, limits: Limits) -> State:
         """Allocates once for `shape` and everything up to `limits`. Raises AttentionError if `supports` would refuse."""
         self.require(shape)

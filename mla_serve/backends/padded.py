@@ -80,6 +80,9 @@ class Padded(Backend):
     def available(self) -> str | None:
         return self.inner.available()
 
+    def workspace_bytes(self, shape: AttentionShape) -> int:
+        return self.inner.workspace_bytes(self.padded(shape))
+
     def supports(self, shape: AttentionShape) -> str | None:
         pad = self.padding
         if pad.qk < shape.qk or pad.v < shape.v or pad.heads < shape.heads:

@@ -19,6 +19,10 @@ GROUP = "mla_serve.backends"  # an entry point's value is a Backend class, const
 # In the order in which ties are broken. The oracle is not among them: it is never a candidate.
 _CLASSES = {
     "flashinfer-fa3": "flashinfer:FlashInferFa3",
+    "flashinfer-trtllm-gen": "flashinfer_blackwell:FlashInferTrtllmGen",
+    "flashinfer-cute-dsl": "flashinfer_blackwell:FlashInferCuteDsl",
+    "flashinfer-cutlass": "flashinfer_blackwell:FlashInferCutlass",
+    "flashinfer-xqa": "flashinfer_blackwell:FlashInferXqa",
     "fa3": "flash_attention:FlashAttention3",
     "fa4": "flash_attention:FlashAttention4",
     "flashmla": "flashmla:FlashMLA",

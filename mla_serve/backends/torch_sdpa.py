@@ -262,6 +262,9 @@ class TorchMath(TorchSdpa):
     def available(self) -> str | None:
         return None
 
+    def workspace_bytes(self, shape: AttentionShape) -> int:
+        return 8 * shape.batch * shape.heads * shape.q_len * shape.kv_len  # scores and weights, in float32
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, need_lse: bool) -> _Result:
         if causal and q.shape[2] < k.shape[2]:
             return self._masked(q, k, v, causal=True, scale=scale)

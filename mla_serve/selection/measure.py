@@ -82,6 +82,11 @@ class Bench:
         """
         seed = self.seed + 1 + 2 * number
         backend = candidate.backend
+        needed, free = backend.workspace_bytes(self.call.shape), _free_bytes(backend.device)
+        if needed > free:
+            return candidate.result(
+                "not-measured", f"needs about {needed / 2**30:.1f} GiB beside its inputs and {free / 2**30:.1f} GiB are free"
+            )
         try:
             passed = check(backend, self.call.shape, seed=seed, clean_pool=self.clean_pool) if gate else GateResult()
             if passed.failure is not None:
@@ -216,14 +221,21 @@ class InProcess:
 
 def _make_room(shape: AttentionShape, device: torch.device) -> None:
     """Raises TooLarge unless inputs, and a copy of them as a kernel may make, fit into the memory that is free."""
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    free = _free_bytes(device)
     needed = 2 * traffic(shape)
     if needed > free:
         raise TooLarge(
             f"{shape.phase.value} of {shape.batch} x {shape.q_len} on {shape.kv_len} tokens needs about "
             f"{needed / 2**30:.1f} GiB to measure and {free / 2**30:.1f} GiB are free; ask for a smaller batch or shorter keys"
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the device's memory; what torch's own cache holds on to is free as well."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _larger(a: float | None, b: float | None) -> float | None:
