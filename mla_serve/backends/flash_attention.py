@@ -107,17 +107,12 @@ class _FlashAttention(Backend):
         assert isinstance(library, Library)
         tokens = batch.num_tokens if k.shape[0] else 0
         result = q.new_empty(q.shape[0], q.shape[1], v.shape[2]) if out is None else out
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if need_lse else None
+        lse = None
         if tokens:
             lengths = Varlen(batch.query_start_loc, batch.kv_start_loc, batch.max_q, batch.max_kv)
             _, found = library.prefill(q[:tokens], k, v, lengths, plan.scale, plan.state.shape.causal, result[:tokens])
-            if lse is not None:
-                lse[:tokens] = _natural(found, plan.blind)
-        if tokens < q.shape[0]:
-            result[tokens:].zero_()
-            if lse is not None:
-                lse[tokens:].fill_(-math.inf)
-        return result, lse
+            lse = _natural(found, plan.blind) if need_lse else None
+        return _with_the_rest(result, lse, tokens, need_lse=need_lse)
 
 
 class FlashAttention2(_FlashAttention):
@@ -253,11 +248,7 @@ class FlashAttention3(_FlashAttention):
                 q_pe[:tokens], q_nope[:tokens], keys[..., latent:], keys[..., :latent], paged, plan.scale, result[:tokens]
             )
             lse = _natural(found, plan.blind) if need_lse else None
-        if tokens < q_nope.shape[0]:
-            result[tokens:].zero_()
-            rest = torch.full((q_nope.shape[0] - tokens, q_nope.shape[1]), -math.inf, device=q_nope.device)
-            lse = (rest if lse is None else torch.cat([lse, rest])) if need_lse else None
-        return result, lse
+        return _with_the_rest(result, lse, tokens, need_lse=need_lse)
 
 
 def _most(plan: FlashPlan) -> int:
@@ -272,9 +263,19 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _natural(lse: Tensor, blind: Tensor | None) -> Tensor:
-    """[tokens, heads], contiguous, from FlashAttention's [heads, tokens], whose rows without keys are +inf."""
-    lse = lse.transpose(0, 1).contiguous()
+    """[tokens, heads], a view of FlashAttention's [heads, tokens], whose rows without keys are +inf."""
+    lse = lse.transpose(0, 1)
     return lse if blind is None else lse.masked_fill_(blind[:, None], -math.inf)
+
+
+def _with_the_rest(out: Tensor, lse: Tensor | None, tokens: int, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Adds what rows of no request hold, those from `tokens` on."""
+    if tokens < out.shape[0]:
+        out[tokens:].zero_()
+        if need_lse:
+            rest = torch.full((out.shape[0] - tokens, out.shape[1]), -math.inf, dtype=torch.float32, device=out.device)
+            lse = rest if lse is None else torch.cat([lse, rest])
+    return out, lse
 
 
 def _this(capability: tuple[int, int]) -> str:

@@ -27,7 +27,7 @@ __all__ = ["FlashMLA"]
 class FlashMLAPlan(Plan):
     """`schedule` is the library's scheduler metadata. Under a graph `kv_lens` and `table` are the captured ones."""
 
-    blind: Tensor  # [rows] True for requests without keys
+    blind: Tensor  # [rows, q_len], True where a query sees no key
     kv_lens: Tensor
     table: Tensor
     q_len: int
@@ -121,7 +121,7 @@ class FlashMLA(Backend):
         rows = batch.num_requests if graph else live
         kv_lens, table = batch.kv_lens[:rows], table[:rows]
         if not isinstance(reuse, FlashMLAPlan):
-            without_keys = kv_lens == 0
+            without_keys = _blind(kv_lens, q_len)
             if graph:
                 with torch.inference_mode(False):  # written again at every step, in whatever mode
                     kv_lens, table, without_keys = (
@@ -136,9 +136,9 @@ class FlashMLA(Backend):
                 )
             reuse.kv_lens.copy_(kv_lens)
             reuse.table.copy_(table)
-            reuse.blind.copy_(kv_lens == 0)
+            reuse.blind.copy_(_blind(kv_lens, q_len))
         else:
-            reuse.blind = kv_lens == 0
+            reuse.blind = _blind(kv_lens, q_len)
             reuse.kv_lens, reuse.table, reuse.schedule = kv_lens, table, self._new_schedule()
         reuse.state, reuse.batch, reuse.scale, reuse.q_len = state, batch, scale, q_len
         if graph:
@@ -194,9 +194,14 @@ class FlashMLA(Backend):
             if not into:
                 result[:live].view(rows, q_len, heads, latent).copy_(answer)
             if need_lse:  # [rows, heads, q_len], +inf where there are no keys
-                lse = found.masked_fill(plan.blind[:, None, None], -math.inf).transpose(1, 2).reshape(live, heads)
+                lse = found.masked_fill(plan.blind[:, None], -math.inf).transpose(1, 2).reshape(live, heads)
         if live < tokens:
             result[live:].zero_()
             rest = torch.full((tokens - live, heads), -math.inf, dtype=torch.float32, device=q_nope.device)
             lse = (rest if lse is None else torch.cat([lse, rest])) if need_lse else None
         return result, lse
+
+
+def _blind(kv_lens: Tensor, q_len: int) -> Tensor:
+    """[rows, q_len]: the last query of a request sees all its keys, the one before it one fewer."""
+    return torch.arange(q_len, device=kv_lens.device) < q_len - kv_lens[:, None]

@@ -18,6 +18,8 @@ import mla_serve.backends
 
 Device = torch.device  # below, `torch` is a field
 
+_ADAPTERS = ("flashinfer", "flash_attention", "flashmla", "transformer_engine", "registry", "reference")
+"""How names of files begin that hand calls to other people's kernels, or compute nothing that is served."""
 _SOURCE_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 
 
@@ -27,7 +29,7 @@ class Fingerprint:
 
     `device` is the GPU's name (a MIG slice has its own) or the CPU model. `threads` is torch's thread count on a CPU, None on a
     GPU, where `sm_count` and `capability` ("9.0") stand instead. `libraries` are the versions of the kernel libraries beside
-    torch; `source` is a hash of `mla_serve/backends`.
+    torch; `source` is a hash of our own kernels' source.
     """
 
     device: str
@@ -112,9 +114,12 @@ def _driver() -> str | None:
 
 @cache
 def _source_hash() -> str:
-    """Of every source file below `mla_serve/backends`: a change to a losing kernel may make it the winner, so all count."""
+    """Of every source file below `mla_serve/backends` that computes: a change to a losing kernel may make it the winner.
+
+    An adapter of another library's kernels does not count, since that library's version does.
+    """
     root = Path(mla_serve.backends.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.suffix in _SOURCE_SUFFIXES):
+    for path in sorted(p for p in root.rglob("*") if p.suffix in _SOURCE_SUFFIXES and not p.name.startswith(_ADAPTERS)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
