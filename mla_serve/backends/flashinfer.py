@@ -60,9 +60,8 @@ class _FlashInfer(Backend):
     def available(self) -> str | None:
         if self.device.type != "cuda":
             return f"needs a CUDA device, this is {self.device.type}"
-        if find_spec("flashinfer") is None:
-            return "flashinfer is not installed (pip install flashinfer-python)"
-        return self._wrong_gpu(torch.cuda.get_device_capability(self.device))
+        missing = None if find_spec("flashinfer") else "flashinfer is not installed (pip install flashinfer-python)"
+        return self._wrong_gpu(torch.cuda.get_device_capability(self.device)) or missing
 
     def _wrong_gpu(self, capability: tuple[int, int]) -> str | None:
         have = f"this is sm_{capability[0]}{capability[1]}"
