@@ -105,11 +105,14 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, OpenAI-compatible."""
     from mla_serve.engine.embedded import EngineConfig
+    from mla_serve.engine.embedded.core import DTYPES
     from mla_serve.models import public_name, resolve
     from mla_serve.selection import parse_pins
     from mla_serve.server.run import serve as run
     from mla_serve.server.settings import ServerSettings, read_api_keys
 
+    if dtype not in ("auto", *DTYPES):
+        raise typer.BadParameter(f"there is no dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     if engine not in ("auto", "embedded"):
         raise typer.BadParameter(f"there is no engine {engine!r}; use auto or embedded")
     if probe not in ("off", "idle", "on-demand"):

@@ -92,7 +92,7 @@ def test_explain_obeys_a_pin_and_never_swaps_it(cli) -> None:
         (("serve", "--policy", "fastest"), 2, "there is no policy 'fastest'"),
         (("serve", "--engine", "sglang"), 2, "there is no engine 'sglang'"),
         (("serve", "--port", "70000"), 2, "less than or equal to 65535"),
-        (("serve", "--dtype", "int3"), 1, "int3"),
+        (("serve", "--dtype", "int3"), 2, "there is no dtype 'int3'"),
         (("probe", "--grid", "moon"), 1, "there is no grid 'moon'"),
         (("probe", "--tp", "3"), 1, "4 heads cannot be divided among 3 ranks"),
         (("explain", "--phase", "encode"), 2, "there is no phase 'encode'"),

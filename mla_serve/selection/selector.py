@@ -84,6 +84,7 @@ class Selector:
         if shipped is None:
             shipped = shipped_decisions(self._fingerprint) if backends is None else DecisionTable()
         self.shipped = shipped
+        self._unknown: set[str] = set()
         self._one_per_phase = invariant.OnePerPhase(self) if policy == "batch-invariant" else None
 
     @property
@@ -237,9 +238,21 @@ class Selector:
     def _usable(self, decision: Decision) -> bool:
         """Whether this deployment is at least as kind to the winner as the one that measured it. Asks no backend."""
         backend, row = self._by_name.get(decision.winner), decision.chosen
-        if backend is None or (backend.needs_host_lens and not self.host_lens):
+        if backend is None:
+            self._tell_unknown(decision.winner)
+            return False
+        if backend.needs_host_lens and not self.host_lens:
             return False
         return self.clean_pool or row is None or not row.leaks_nan
+
+    def _tell_unknown(self, winner: str) -> None:
+        """Once per name: a table may hold many decisions for a kernel that was here once."""
+        if winner not in self._unknown:
+            self._unknown.add(winner)
+            logger.warning(
+                "ignoring decisions for %s: no kernel has that name here; install what offers it, or measure again with "
+                "`mla-serve probe`", winner,
+            )  # fmt: skip
 
     def _ranked_here(self, decision: Decision) -> Decision:
         """The same figures ranked for this model's number of layers: a plan is shared by all of them."""

@@ -34,7 +34,7 @@ def show(
     path = file or default_table_path()
     if not path.exists():
         raise UserError(f"there is no decision file {path}; `mla-serve probe` writes one")
-    held = list(DecisionTable.load(path))
+    held = list(DecisionTable.load(path, strict=True))
     _emit([decision.to_json() for decision in held]) if as_json else render_table(held)
 
 

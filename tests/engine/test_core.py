@@ -295,3 +295,20 @@ def test_a_small_pool_lowers_the_limit_and_says_so(settings):
 def test_settings_that_cannot_be_served(settings, changes, message):
     with pytest.raises(UserError, match=message):
         EngineCore(settings(**changes))
+
+
+def test_k14_an_unset_page_size_is_what_the_fastest_decode_takes(settings, monkeypatch, tmp_path):
+    from mla_serve.selection.selector import Selector
+
+    asked = []
+
+    def page_size(self, dims, *, dtype, batch=8, kv_len=2048):
+        asked.append((dims.latent, dtype, batch))
+        return 32
+
+    monkeypatch.setattr(Selector, "page_size", page_size)
+    core = EngineCore(settings(page_size=None, max_requests=3))
+    assert core.runner.page_size == 32
+    assert asked == [(core.runner.config.dims.latent, "float32", 3)]
+    assert EngineCore(settings(page_size=None, policy="batch-invariant", max_tokens=512)).runner.page_size == 16
+    assert EngineCore(settings(page_size=64)).runner.page_size == 64

@@ -326,3 +326,28 @@ def test_the_thread_count_is_part_of_where_we_are(cpu: torch.device) -> None:
     torch.set_num_threads(2)
     assert chooser.fingerprint.threads == 2
     assert chooser.decide(decode()).policy == "availability"
+
+
+def test_decisions_for_a_kernel_that_is_not_here_are_named_once(cpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    chooser = selector(cpu, Fake())
+    for q_len in (32, 64):
+        row = CandidateResult("warp-drive", None, "chosen", ms=1.0, plan_ms=0.0, spread=0.0)
+        chooser.table.put(a_decision(prefill(q_len=q_len), chooser.fingerprint, rows=(row,), winner="warp-drive"))
+    with caplog.at_level(logging.WARNING):
+        assert [chooser.decide(prefill(q_len=q_len)).winner for q_len in (32, 64)] == ["fake", "fake"]
+    told = [record.getMessage() for record in caplog.records if "warp-drive" in record.getMessage()]
+    assert len(told) == 1
+    assert "no kernel has that name here" in told[0]
+    assert "mla-serve probe" in told[0]
+
+
+def test_a_kernel_that_needs_more_memory_than_is_free_is_not_measured_alone(
+    cpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, modest = Fake("greedy"), Fake("modest")
+    monkeypatch.setattr(greedy, "workspace_bytes", lambda shape: 1 << 60, raising=False)
+    rows = {row.label: row for row in selector(cpu, greedy, modest).measure(prefill(EQUAL)).candidates}
+    assert rows["greedy"].verdict == "not-measured"
+    assert "needs about 1073741824.0 GiB beside its inputs" in (rows["greedy"].reason or "")
+    assert rows["modest"].verdict == "chosen"
+    assert greedy.calls["prepare"] == 0

@@ -67,8 +67,15 @@ def test_diff(table: Cli, a: Path, b: Path) -> None:
 def test_show_and_what_is_no_table(table: Cli, a: Path, tmp_path: Path) -> None:
     assert len(json.loads(table("show", a, "--json")[1])) == 2
     assert "fake" in table("show", a)[1]
-    for words in (("show", tmp_path / "x"), ("diff", a, tmp_path / "x"), ("merge", tmp_path / "x", "--out", a)):
+    other = tmp_path / "passwd"
+    other.write_text("root:x:0:0:root:/root:/bin/bash\n")
+    none = tmp_path / "x"
+    for words in (
+        ("show", none), ("diff", a, none), ("merge", none, "--out", a),
+        ("show", other), ("diff", other, a), ("diff", a, other), ("merge", other, "--out", a),
+    ):  # fmt: skip
         status, text, error = table(*words)
         assert (status, text) == (1, "")
         assert len(error.splitlines()) == 1
+        assert str(words[-1] if words[0] == "diff" and words[1] == a else words[1]) in error
     assert table("merge", a)[0] == 2, "where to?"

@@ -32,6 +32,7 @@ __all__ = ["EngineConfig", "EngineCore"]
 
 logger = logging.getLogger(__name__)
 
+USUAL_PAGE_SIZE = {False: 16, True: 64}  # on a CPU, on a GPU
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -42,7 +43,6 @@ class EngineCore:
         _check(config)
         device = _device(config.device)
         model = ModelConfig.from_dir(config.model)
-        page_size = config.page_size or (64 if device.type == "cuda" else 16)
         max_model_len = config.max_model_len or model.max_position
         self._alone = config.policy == "batch-invariant"
         max_requests = min(config.max_requests, config.max_tokens - (CHUNK if self._alone else 0))
@@ -63,9 +63,11 @@ class EngineCore:
             clean_pool=True,
             measurer=self.measurer,
         )
+        dtype = None if config.dtype == "auto" else cast(DType, config.dtype)
+        page_size = config.page_size or self._page_size(config, model, dtype)
         self.runner = Runner(
             Path(config.model),
-            dtype=None if config.dtype == "auto" else cast(DType, config.dtype),
+            dtype=dtype,
             device=device,
             page_size=page_size,
             num_pages=config.num_pages,
@@ -152,6 +154,12 @@ class EngineCore:
             generation_tokens=scheduler.generated_tokens,
             preemptions=scheduler.preemptions,
         )
+
+    def _page_size(self, config: EngineConfig, model: ModelConfig, dtype: DType | None) -> int:
+        """Tokens per page where nobody says: what the fastest decode takes, as far as that is known without measuring."""
+        if config.policy == "batch-invariant" or config.probe == "on-demand":
+            return USUAL_PAGE_SIZE[self.selector.device.type == "cuda"]
+        return self.selector.page_size(model.dims, dtype=dtype or model.dtype or "float32", batch=config.max_requests)
 
     def decisions(self) -> list[dict[str, Any]]:
         """The kernel decisions in force, as `Decision.to_json` gives them."""
