@@ -91,5 +91,7 @@ def test_a_neighbours_choice_is_good_enough(threads: int, record_property: Calla
     choices = sum(row["kernels"] > 1 for row in rows)
     figures = {"threads": threads, "shapes": len(rows), "shapes_with_a_choice": choices, "worst": worst, "asked": ASKED}
     record_property("figures", figures)
-    assert all("nearest measured bucket" in row["note"] for row in rows)
+    borrowed = [row["note"] for row in rows if row["note"] is not None]  # 1,400 tokens are in the bucket of 2,048
+    assert len(borrowed) == len(rows) - 1
+    assert all("nearest measured bucket" in note for note in borrowed)
     assert worst <= ASKED
