@@ -44,13 +44,19 @@ def in_short(decision: Decision) -> str:
 
 
 def render_decision(decision: Decision, console: Console | None = None) -> None:
-    """Prints the sentence, every candidate with its figures, verdict and reason, and on what it was measured."""
+    """Prints the sentence, every candidate with its figures, verdict and reason, and on what it was measured.
+
+    Kernels that this host does not have share a line by reason.
+    """
     console = console or Console()
     header = ("backend", "padding", "run ms", "plan ms", "spread", "error", "LSE error", "verdict", "reason")
-    rows = [_candidate_cells(decision, row) for row in sorted(decision.candidates, key=_fastest_first)]
+    here = [row for row in decision.candidates if row.verdict != "unavailable"]
+    rows = [_candidate_cells(decision, row) for row in sorted(here, key=_fastest_first)]
     styles = [_STYLES.get(cells[7], "") for cells in rows]
     _say(console, decision_sentence(decision))
     _print(console, header, rows, styles)
+    for reason, names in _missing(decision.candidates).items():
+        _say(console, f"not here: {', '.join(names)} ({reason})")
     facts = [f"{name} {value}" for name, value in decision.fingerprint.to_json().items() if not isinstance(value, dict)]
     facts += [f"{name} {version}" for name, version in decision.fingerprint.libraries.items()]
     if decision.floor_ms is not None:
@@ -75,6 +81,15 @@ def render_table(decisions: Iterable[Decision], console: Console | None = None) 
         ))  # fmt: skip
         styles.append("bold" if decision.padding else "")
     _print(console or Console(), header, rows, styles)
+
+
+def _missing(candidates: Sequence[CandidateResult]) -> dict[str, list[str]]:
+    """Names of unavailable kernels by reason."""
+    found: dict[str, list[str]] = {}
+    for row in candidates:
+        if row.verdict == "unavailable":
+            found.setdefault(row.reason or "no reason given", []).append(row.backend)
+    return found
 
 
 def _against(decision: Decision, chosen: CandidateResult) -> str:

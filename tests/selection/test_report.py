@@ -101,3 +101,11 @@ def test_a_terminal_gets_a_table_with_the_same_words() -> None:
     assert "\x1b[" in text
     assert "LSE off by 44% [base 2]" in text
     assert "┃" in text
+
+
+def test_kernels_that_are_not_here_share_a_line_by_reason() -> None:
+    missing = [CandidateResult(name, None, "unavailable", "needs a CUDA device, this is cpu") for name in ("fa2", "fa3")]
+    other = CandidateResult("flashmla", None, "unavailable", "vllm is not installed")
+    text = plain(render_decision, replace(PADDED, candidates=(*ROWS, *missing, other)))
+    assert "\nnot here: fa2, fa3 (needs a CUDA device, this is cpu)\nnot here: flashmla (vllm is not installed)\n" in text
+    assert "unavailable" not in text
