@@ -26,12 +26,16 @@ class Case:
     batch: BatchLayout
     cache_scale: float = 1.0
 
-    def run(self, backend: Backend, plan: Plan, *, need_lse: bool = True, out: Tensor | None = None) -> Result:
+    def run(self, backend: Backend, plan: Plan, *, need_lse: bool | None = None, out: Tensor | None = None) -> Result:
+        """`need_lse` None asks for an LSE where the backend gives one."""
+        need_lse = backend.gives_lse if need_lse is None else need_lse
         if not self.shape.absorbed:
             return backend.run_prefill(*self.inputs, plan, need_lse=need_lse, out=out)
         return backend.run_decode(*self.inputs, plan, cache_scale=self.cache_scale, need_lse=need_lse, out=out)
 
-    def answer(self, backend: Backend, *, scale: float = SCALE, need_lse: bool = True, out: Tensor | None = None) -> Result:
+    def answer(
+        self, backend: Backend, *, scale: float = SCALE, need_lse: bool | None = None, out: Tensor | None = None
+    ) -> Result:
         """Prepares, plans and runs."""
         return self.run(backend, backend.plan(self.prepare(backend), self.batch, scale=scale), need_lse=need_lse, out=out)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mla_serve.backends import Backend, Padded, Padding, Reference, load_backends
-from mla_serve.shapes import AttentionShape, MLADims
-from tests.backends.fakes import FixedBatch, PlanBound
+from mla_serve.shapes import AttentionShape, MLADims, Phase
+from tests.backends.fakes import FixedBatch, PlanBound, WithoutLse
 from tests.backends.laws import LAWS
 
 
@@ -42,6 +42,7 @@ def shapes() -> Iterator[AttentionShape]:
     for dtype in ("float32", "bfloat16"):
         for dims in (DEEPSEEK, EQUAL):
             yield AttentionShape.prefill(dims, batch=3, q_len=16, dtype=dtype, lse=True)
+        yield AttentionShape.prefill(DEEPSEEK, batch=3, q_len=16, dtype=dtype, lse=False)  # all that some kernels take
         yield AttentionShape.context(DEEPSEEK, batch=3, q_len=16, kv_len=64, dtype=dtype)
         yield AttentionShape.decode(DEEPSEEK, batch=3, kv_len=64, dtype=dtype, page_size=16, lse=True)
         if torch.cuda.is_available():  # what kernels for GPUs take: their pages, several query tokens
@@ -59,12 +60,15 @@ def paddings(shape: AttentionShape) -> list[Padding]:
 
 def contenders() -> Iterator[Contender]:
     for device in DEVICES:
-        backends = [*load_backends(device), Reference(device), PlanBound(device), FixedBatch(device)]
+        fakes = [PlanBound(device), FixedBatch(device), WithoutLse(device)]
+        backends = [*load_backends(device), Reference(device), *fakes]
         for backend in backends:
             if backend.available() is not None:
                 continue
             for shape in shapes():
                 forms: list[Backend] = [backend, *(Padded(backend, padding) for padding in paddings(shape))]
+                if shape.lse is False and backend.gives_lse and shape.phase is Phase.PREFILL:
+                    continue  # has met the same shape with an LSE
                 yield from (Contender(form, shape) for form in forms if form.supports(shape) is None)
 
 

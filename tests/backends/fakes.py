@@ -21,7 +21,7 @@ from mla_serve.backends import (
 )
 from mla_serve.shapes import AttentionShape
 
-__all__ = ["FixedBatch", "FixedHeads", "PlanBound", "Watched"]
+__all__ = ["FixedBatch", "FixedHeads", "PlanBound", "Watched", "WithoutLse"]
 
 
 class FixedHeads(Reference):
@@ -168,6 +168,23 @@ class FixedBatch(Backend):
         return result, lse if need_lse else None
 
 
+class WithoutLse(Reference):
+    """Gives no LSE and takes new tokens only, as Transformer Engine does."""
+
+    name = "without-lse"
+    gives_lse = False
+
+    def supports(self, shape: AttentionShape) -> str | None:
+        if shape.absorbed or shape.lse:
+            return "takes un-absorbed calls that need no LSE"
+        return super().supports(shape)
+
+    def run_prefill(self, q, k, v, plan, *, need_lse, out=None):
+        if need_lse:
+            raise AttentionError(f"{self.name} gives no LSE")
+        return super().run_prefill(q, k, v, plan, need_lse=False, out=out)
+
+
 class Watched(Backend):
     """Passes everything on to `inner`, and looks at what a padded form hands over: padded parts zero, in memory of its own.
 
@@ -180,7 +197,7 @@ class Watched(Backend):
         self.inner, self.native = inner, native
         self.name = inner.name
         self.needs_host_lens, self.capturable = inner.needs_host_lens, inner.capturable
-        self.takes_cache_scale, self.head_counts = inner.takes_cache_scale, inner.head_counts
+        self.takes_cache_scale, self.head_counts, self.gives_lse = inner.takes_cache_scale, inner.head_counts, inner.gives_lse
         self.faults: list[str] = []
         self.places: dict[str, set[int]] = {}
 
