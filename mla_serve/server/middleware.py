@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -20,6 +21,8 @@ from mla_serve.server.errors import ApiError, as_api_error, error_response
 access = logging.getLogger("mla_serve.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # need no key and leave no line in the access log
+PAGES = frozenset({"/attention", "/attention/decisions"})
+REALM = "mla_serve, any name and an API key as the password"
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 LOG_FIELDS = "mla_serve.log"
 
@@ -84,7 +87,9 @@ class RequestLog:
 class ApiKeys:
     """Wants `Authorization: Bearer KEY` on every path but the health checks.
 
-    Keys are compared by digest and all of them every time, so that the time taken says nothing about them.
+    Pages for people also take a key as the password of HTTP's basic authentication, which every browser asks for by itself;
+    these paths only show something, so that no other site can make a browser do anything with it. Keys are compared by
+    digest and all of them every time, so that the time taken says nothing about them.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -92,20 +97,27 @@ class ApiKeys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allows(_header(scope, b"authorization")):
+        page = scope["type"] == "http" and scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allows(scope, page=page):
             error = ApiError(
                 401, "A valid API key is needed; send it as Authorization: Bearer KEY.", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                headers={"WWW-Authenticate": f'Basic realm="{REALM}", charset="UTF-8"' if page else "Bearer"},
             )  # fmt: skip
             await error_response(error)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _allows(self, header: bytes | None) -> bool:
-        scheme, _, key = (header or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+    def _allows(self, scope: Scope, *, page: bool) -> bool:
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, key = scheme.lower(), key.strip()
+        if page and scheme == b"basic":
+            try:
+                key = base64.b64decode(key, validate=True).partition(b":")[2]  # whatever the name is
+            except ValueError:
+                key = b""
+        digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return scheme in (b"bearer", *((b"basic",) if page else ())) and any(matches)
 
 
 class BodyLimit:

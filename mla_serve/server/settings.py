@@ -59,6 +59,9 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"the API key file {path} cannot be read ({reason}); give a text file with one key a line") from error
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith("#") and len(line.split()) > 1:
+            raise UserError(f"line {number} of the API key file {path} has white space inside a key; write one key a line")
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not keys:
         raise UserError(f"the API key file {path} holds no key; write one key a line")

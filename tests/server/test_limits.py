@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from playwright.sync_api import Error, expect, sync_playwright
 
 from tests.server.conftest import MODEL, Server, start_server
 
@@ -58,7 +61,8 @@ def test_every_route_wants_a_key(strict: Server, path: str) -> None:
         response = strict.http.get(target, headers={} if header is None else {"Authorization": header})
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
-        assert response.headers["www-authenticate"] == "Bearer"
+        scheme = "Basic" if path.startswith("/attention") else "Bearer"
+        assert response.headers["www-authenticate"].split()[0] == scheme
 
 
 def test_health_checks_want_none(strict: Server) -> None:
@@ -74,6 +78,42 @@ def test_each_key_opens(strict: Server, key: str) -> None:
         pytest.raises(openai.AuthenticationError),
     ):
         client.models.list()
+
+
+def basic(name: str, password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
+
+
+@pytest.mark.parametrize("path", ["/attention", "/attention/decisions"])
+def test_a_page_takes_a_key_as_a_browser_sends_it(strict: Server, path: str) -> None:
+    for key in KEYS:
+        assert strict.get(path, headers=basic("anyone", key)).status_code == 200
+        assert strict.get(path, headers=basic("", key)).status_code == 200
+    for wrong in (basic(KEYS[0], ""), basic("", ""), basic("anyone", KEYS[0] + "x"), {"Authorization": "Basic ?"}):
+        assert strict.get(path, headers=wrong).status_code == 401
+
+
+def test_what_acts_takes_no_key_that_a_browser_would_send_by_itself(strict: Server) -> None:
+    for path in ("/v1/models", "/metrics", "/attention/"):
+        assert strict.get(path, headers=basic("anyone", KEYS[0])).status_code == 401
+    for path in ("/v1/completions", "/attention"):
+        assert strict.http.post(f"{strict.url}{path}", json={}, headers=basic("anyone", KEYS[0])).status_code == 401
+
+
+def test_a_real_browser_opens_the_page_with_a_key(strict: Server) -> None:
+    chromium = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+    assert chromium is not None, "this test drives chromium: run `make browser`, or set CHROMIUM to its path"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--headless", "--no-sandbox", "--disable-gpu"])
+        credentials = {"username": "anyone", "password": KEYS[0], "origin": strict.url}
+        page = browser.new_context(http_credentials=credentials).new_page()  # type: ignore[arg-type]
+        answer = page.goto(f"{strict.url}/attention")
+        assert answer is not None
+        assert answer.status == 200
+        expect(page.locator("h1")).to_be_visible()
+        with pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):  # nobody answers its question for a key
+            browser.new_context().new_page().goto(f"{strict.url}/attention")
+        browser.close()
 
 
 def test_keys_are_never_written(strict: Server) -> None:

@@ -20,6 +20,14 @@ def test_api_keys_one_a_line(tmp_path: Path) -> None:
     assert read_api_keys(None) == ()
 
 
+def test_a_key_with_white_space_inside_is_named_by_its_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# two words\nfirst\nse cret\n")
+    with pytest.raises(UserError, match="^line 3 of the API key file .* has white space inside a key") as raised:
+        read_api_keys(path)
+    assert "cret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"# none\n\n", b"\xff\xfe"])
 def test_a_key_file_without_keys_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys"
