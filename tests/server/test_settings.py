@@ -23,7 +23,7 @@ def test_api_keys_one_a_line(tmp_path: Path) -> None:
 def test_a_key_with_white_space_inside_is_named_by_its_line_alone(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# two words\nfirst\nse cret\n")
-    with pytest.raises(UserError, match="^line 3 of the API key file .* has white space inside a key") as raised:
+    with pytest.raises(UserError, match=r"^line 3 of the API key file .* has white space inside a key") as raised:
         read_api_keys(path)
     assert "cret" not in str(raised.value)
 
