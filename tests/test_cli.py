@@ -99,6 +99,8 @@ def test_explain_obeys_a_pin_and_never_swaps_it(cli) -> None:
         (("explain", "--qk", "500"), 2, "500"),
         (("table", "show", "/no/such/file.json"), 1, "there is no decision file"),
         (("bench", "serve", "--against", "llama"), 2, "there is no peer 'llama'"),
+        (("bench", "attention", "--emulate", "sm80"), 1, "there is no GPU here"),
+        (("serve", "--attention", "decode=flashmla"), 1, "page 16: needs a CUDA device, this is cpu"),
         (("nonsense",), 2, "nonsense"),
     ],
 )

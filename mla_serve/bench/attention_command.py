@@ -49,19 +49,20 @@ def attention(
 
     The choice comes from a table that an earlier process wrote: `mla-serve probe --grid`, or this with --write-decisions.
     """
-    if emulate is not None:
-        from mla_serve.bench import attention_emulate
-
-        attention_emulate.begin(emulate)  # before anything compiles
-
     import torch
 
+    from mla_serve.bench import attention_emulate
     from mla_serve.bench.attention_peers import load_peers
     from mla_serve.bench.grids import cases
     from mla_serve.engine.embedded.threads import available_threads
+    from mla_serve.errors import UserError
 
     torch.set_num_threads(threads or available_threads())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if emulate is not None:
+        if device.type != "cuda":
+            raise UserError(f"--emulate {emulate} leaves out what an older GPU lacks, and there is no GPU here; leave it out")
+        attention_emulate.begin(emulate)  # before anything compiles
     asked = cases(grid)
     modules = load_peers(peers) if peers else []
     selector = _selector(device, write_decisions or decisions, only, emulate, strict=decisions is not None)

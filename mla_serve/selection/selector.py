@@ -212,7 +212,7 @@ class Selector:
             try:
                 decision = self.decide(shape)
             except PinError as error:
-                refused = error
+                refused = refused or error  # the one about the usual size
                 continue
             row = decision.chosen
             cost = row.cost(self.layers) if row else None
