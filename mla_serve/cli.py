@@ -151,12 +151,13 @@ def serve(
 def probe(
     model: Model = None,
     out: Annotated[Path | None, typer.Option(help="Decision file to write; default: the one that serve reads.")] = None,
-    grid: Annotated[str | None, typer.Option(help="A named grid (cpu) in place of MODEL's own.")] = None,
+    grid: Annotated[str | None, typer.Option(help="cpu, decode, prefill, small or full in place of MODEL's own.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size: the heads are divided by it.")] = 1,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt plus answer, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens per page of the latent cache.")] = None,
+    graph: Annotated[bool, typer.Option(help="Decode as it is replayed from CUDA graphs, as vLLM serves it.")] = False,
     policy: Policy = "measured",
     again: Annotated[bool, typer.Option(help="Measure also what the file already holds.")] = False,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which the rest is left unmeasured.")] = None,
@@ -182,8 +183,9 @@ def probe(
         shapes, layers = named_grid(grid), 1
     else:
         shapes, layers = attention_grid(
-            model, device, tp=tp, dtype=dtype, page_size=page_size, max_model_len=max_model_len, max_batch=max_num_seqs
-        )
+            model, device, tp=tp, dtype=dtype, page_size=page_size, max_model_len=max_model_len, max_batch=max_num_seqs,
+            graph=graph,
+        )  # fmt: skip
     if _policy(policy) == "batch-invariant":
         shapes = list(dict.fromkeys(map(mode, shapes)))
     path = out or default_table_path()

@@ -55,9 +55,12 @@ def public_name(model: str | None) -> str:
 
 def attention_grid(
     model: str | None, device: torch.device, *, tp: int, dtype: str, page_size: int | None, max_model_len: int | None,
-    max_batch: int,
+    max_batch: int, graph: bool = False,
 ) -> tuple[list[AttentionShape], int]:  # fmt: skip
-    """The shapes to measure for MODEL at tensor-parallel size `tp`, and its number of layers. Raises UserError."""
+    """The shapes to measure for MODEL at tensor-parallel size `tp`, and its number of layers. Raises UserError.
+
+    `graph`: decode as it is replayed from CUDA graphs instead of called.
+    """
     from mla_serve.engine.embedded.config import ModelConfig
     from mla_serve.selection import grid
 
@@ -74,5 +77,6 @@ def attention_grid(
         max_model_len=max_model_len or config.max_position,
         max_batch=max_batch,
         device=device,
+        graph=graph,
     )
     return shapes, config.num_layers
