@@ -11,15 +11,17 @@ import asyncio
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from mla_serve.errors import UserError
-from mla_serve.server.errors import bad_request
+from mla_serve.server.errors import ApiError, bad_request
 
 IN_LOOP = 1024  # characters that are tokenized on the event loop; longer texts go to a thread
+LONG = 1 << 16  # characters from which a text's length is bounded before it is tokenized
 SAMPLE = 'Hello, World!  1 + 2 = 3\n\tcafé, ďábel, 客单价, 👩‍👩‍👧, "quotes" it\'s . ?'
 
 
@@ -45,6 +47,7 @@ class PieceTable:
         self._byte_fallback = False
         self._prefix = ""
         self.strip, self.bare_start = 0, False
+        self.in_bytes = False  # whether every byte has a token of its own
         if decoder is None:  # such tokenizers write one word a token
             self._prefix, self.strip = " ", 1
         else:
@@ -55,6 +58,7 @@ class PieceTable:
         match step:
             case {"type": "ByteLevel"}:
                 self._alphabet = _byte_alphabet()
+                self.in_bytes = True
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
@@ -128,8 +132,13 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._hugging_face, self._backend, self._template = hugging_face, backend, chat_template
-        self.pieces = PieceTable(json.loads(backend.to_str())["decoder"], backend.id_to_token)
+        tree = json.loads(backend.to_str())
+        self.pieces = PieceTable(tree["decoder"], backend.id_to_token)
+        normalizer = tree["normalizer"] or {}
         added = backend.get_added_tokens_decoder()
+        greedy = any(token.lstrip or token.rstrip for token in added.values())  # takes white space around it along
+        # Without a normalizer, and with bytes as its alphabet, a tokenizer keeps every byte of a text in some token.
+        self._keeps_bytes = self.pieces.in_bytes and not greedy and normalizer.get("normalizers", normalizer) in ({}, [])
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         ids = self.encode(SAMPLE, add_special_tokens=True)
         if self.decode(ids) != backend.decode(ids, skip_special_tokens=True):
@@ -151,14 +160,29 @@ class Tokenizer:
             raise UserError(f"no usable tokenizer in {directory} ({reason}); it needs tokenizer.json") from error
         return cls(hugging_face, template)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.pieces[token_id]) for token_id in range(self._backend.get_vocab_size()))
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens, found without tokenizing; 0 where nothing is certain."""
+        return -(-len(text.encode(errors="replace")) // self._longest) if self._keeps_bytes and len(text) > LONG else 0
+
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Token ids. A text that is too long for `limit` tokens by its bytes alone is refused at once, with ApiError 400."""
+        if limit is not None and (least := self.least_tokens(text)) > limit:
+            raise ApiError(
+                400, f"This model's maximum context length is {limit} tokens; the prompt has at least {least} tokens.",
+                param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode_async(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """As `encode`; a long text does not hold up the event loop."""
         if len(text) <= IN_LOOP:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+            return self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens, limit=limit)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.pieces, self._special if skip_special_tokens else frozenset())

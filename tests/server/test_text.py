@@ -14,6 +14,7 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mla_serve.errors import UserError
+from mla_serve.server.errors import ApiError
 from mla_serve.server.stops import StopStrings
 from mla_serve.server.text import Detokenizer, PieceTable
 from mla_serve.server.text import Tokenizer as ServerTokenizer
@@ -167,3 +168,29 @@ def test_s02_text_that_cannot_match_is_released_at_once() -> None:
     buffer = StopStrings(["DEFGHIJ"])
     assert [buffer.push(part) for part in ("DEF", "G", "X", "DE")] == ["", "", "DEFGX", ""]
     assert buffer.rest() == "DE"
+
+
+@pytest.mark.parametrize("text", [UNICODE, " Which kernel? ", "<|stop|>", "客 \n\t", "�"])
+def test_a_long_text_has_at_least_the_tokens_that_its_bytes_say(
+    byte_level: ServerTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mla_serve.server.text.LONG", 0)
+    for repeats in (1, 7, 300):
+        sample = text * repeats
+        least = byte_level.least_tokens(sample)
+        assert 0 < least <= len(byte_level.encode(sample, add_special_tokens=False))
+
+
+def test_a_text_that_is_too_long_by_its_bytes_is_refused_untokenized(
+    byte_level: ServerTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_level, "_backend", object())  # whoever asks it to encode fails
+    byte_level.__dict__["_longest"] = 16
+    with pytest.raises(ApiError, match=r"maximum context length is 1000 tokens; the prompt has at least 62500 tokens\."):
+        byte_level.encode("a" * 1_000_000, add_special_tokens=False, limit=1000)
+    del byte_level.__dict__["_longest"]
+
+
+def test_nothing_is_certain_of_a_text_that_a_tokenizer_may_shrink() -> None:
+    fast = PreTrainedTokenizerFast(tokenizer_object=sentencepiece(LLAMA))
+    assert ServerTokenizer(fast).least_tokens("a" * 10_000_000) == 0

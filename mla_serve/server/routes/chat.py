@@ -77,7 +77,8 @@ def _tokens(state: ServerState, body: ChatBody) -> list[int]:
         continue_final_message=continued,
         **extra,
     )
-    return state.tokenizer.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+    limit = state.engine.info.max_model_len
+    return state.tokenizer.encode(prompt, add_special_tokens=bool(body.add_special_tokens), limit=limit)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)

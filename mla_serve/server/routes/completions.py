@@ -59,9 +59,14 @@ async def create_completion(body: CompletionBody, request: Request, state: State
     body.check()
     state.check_open()
     special = body.add_special_tokens is not False
+    limit = state.engine.info.max_model_len
     prompts, echoes = [], []
     for prompt in body.prompts:
-        ids = await state.tokenizer.encode_async(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        ids = (
+            await state.tokenizer.encode_async(prompt, add_special_tokens=special, limit=limit)
+            if isinstance(prompt, str)
+            else prompt
+        )
         prompts.append(ids)
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else state.tokenizer.decode(ids))
