@@ -133,3 +133,11 @@ def test_a_pool_costs_no_memory_until_it_is_used(runner):
     assert psutil.Process().memory_info().rss - before < 2**28
     rows = large.run([whole(sequence(40, range(2**20 - 10, 2**20)))])
     torch.testing.assert_close(rows, runner().run([whole(sequence(40, range(10)))]))
+
+
+def test_progress_is_told_after_each_layer(runner):
+    made = runner()
+    told = []
+    made.progress = lambda: told.append(None)
+    made.run([whole(sequence(9, [3, 5, 7]))])
+    assert len(told) == made.config.num_layers

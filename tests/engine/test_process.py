@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -14,7 +15,7 @@ import pytest
 import zmq
 
 from mla_serve.engine.base import EngineDeadError, Request, Sampling, Stats, Step, TokenLogprobs
-from mla_serve.engine.embedded import EmbeddedEngine, client
+from mla_serve.engine.embedded import EmbeddedEngine, client, process
 from mla_serve.engine.embedded import messages as m
 from mla_serve.engine.embedded.core import EngineCore
 from mla_serve.engine.embedded.process import Link
@@ -353,3 +354,47 @@ def test_omp_num_threads_is_obeyed(monkeypatch):
     assert available_threads() == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert available_threads() != 7
+
+
+class OneLongStep:
+    """A core whose only step takes 40 s by the clock it is given, one layer every second; then it is told to stop."""
+
+    prober = None
+
+    def __init__(self, now):
+        self.now, self.runner, self.measurer, self.stepped = now, SimpleNamespace(), SimpleNamespace(), False
+
+    @property
+    def has_work(self):
+        return not self.stepped
+
+    def step(self):
+        for _ in range(40):
+            self.now[0] += 1.0
+            self.runner.progress()
+        self.stepped = True
+        return []
+
+    def stats(self):
+        return STATS
+
+    def close(self):
+        pass
+
+
+def test_an_engine_in_a_long_step_is_not_silent(monkeypatch):
+    now, silent, heard = [0.0], [], [0.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    core = OneLongStep(now)
+
+    def turn(steps, stats):
+        silent.append(now[0] - heard[0])
+        heard[0] = now[0]
+
+    link = SimpleNamespace(
+        turn=turn, flush=lambda: None, full=False, receive=lambda seconds: [m.Stop()] if core.stepped else []
+    )
+    process.serve(core, link)
+    assert core.stepped
+    assert len(silent) >= 40
+    assert max(silent) <= 1.0

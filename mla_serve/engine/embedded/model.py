@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,14 +61,17 @@ class Model:
         norm = Norm(checkpoint.place("model.norm.weight", config.hidden_size), config.rms_eps)
         return cls(embedding, layers, norm, Linear(head))
 
-    def __call__(self, tokens: Tensor, cache: Tensor, step: StepAttention, rows: Tensor | None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, cache: Tensor, step: StepAttention, rows: Tensor | None, after_layer: Callable[[], None]
+    ) -> Tensor:
         """tokens [tokens] int64, cache [layers, pages, page_size, latent + rope] to float32 logits [rows, vocab].
 
-        `rows` are indices of the tokens whose logits are wanted, None for all.
+        `rows` are indices of the tokens whose logits are wanted, None for all. `after_layer` is called once a layer.
         """
         total = F.embedding(tokens, self.embedding)
         for layer, latents in zip(self.layers, cache, strict=True):
             total = layer(total, latents, step, rows if layer is self.layers[-1] else None)
+            after_layer()
         return self.head(self.norm(total)).float()
 
 

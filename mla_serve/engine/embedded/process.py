@@ -84,6 +84,16 @@ def serve(core: EngineCore, link: Link) -> None:
         link.turn([], core.stats())
         link.flush()
 
+    beaten = time.monotonic()
+
+    def progress() -> None:
+        """After each layer: a long step is no hung one, as long as its layers end."""
+        nonlocal beaten
+        if (now := time.monotonic()) - beaten >= HEARTBEAT:
+            beaten = now
+            beat()
+
+    core.runner.progress = progress
     if core.prober is None:  # that one waits on a thread of its own
         core.measurer.waiting = beat
     while True:

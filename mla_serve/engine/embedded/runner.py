@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,8 @@ class Runner:
     """A model, its latent cache and the kernels bound to it.
 
     The cache is [layers, num_pages, page_size, latent + rope], zero-initialised, so that slots nobody wrote hold no NaN. All
-    pages are the caller's to hand out. `config`, `dtype`, `num_pages` and `bound` (the decisions in force) are for reading.
+    pages are the caller's to hand out. `config`, `dtype`, `num_pages` and `bound` (the decisions in force) are for reading;
+    `progress` is called after each layer of a step, since a large model's step on a CPU may take minutes.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Runner:
         self.page_size = page_size
         self.context_chunk = context_chunk
         self._model = Model.load(self.config, checkpoint)
+        self.progress: Callable[[], None] = lambda: None
         dims = self.config.dims
         self._turns = turns(self.config.rope, dims.rope, max_model_len, device)
 
@@ -119,7 +121,7 @@ class Runner:
             wanted = [int(end) for end, w in zip(ends, work, strict=True) if w.samples]
             if len(wanted) < len(tokens):
                 rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
-        return self._model(tokens, self._cache, step, rows)
+        return self._model(tokens, self._cache, step, rows, self.progress)
 
     @torch.inference_mode()
     def zero_pages(self, pages: Sequence[int]) -> None:
