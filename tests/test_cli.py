@@ -52,6 +52,7 @@ def test_doctor_names_every_backend_with_a_reason(cli) -> None:
     assert backends["torch-math"]["usable"] is True
     assert all(row["usable"] or row["reason"] for row in backends.values())
     assert report["versions"]["torch"]
+    assert (backends["torch-flash"]["library"], backends["fa3"]["library"]) == ("torch", "vllm or flash-attn-3")
     status, out, _ = cli("doctor")
     assert status == 0
     assert "torch-flash" in out
