@@ -24,6 +24,7 @@ STATUSES = {
     400: "The request is wrong; the message names the field.",
     401: "An API key is needed.",
     404: "No such model or route.",
+    408: "The body was not whole in time.",
     413: "The body is too large.",
     429: "The queue is full.",
     500: "The server or the engine failed this request.",
@@ -57,7 +58,7 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     middleware = [Middleware(RequestLog)]
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
-    middleware.append(Middleware(BodyLimit, limit=settings.body_limit))
+    middleware.append(Middleware(BodyLimit, limit=settings.body_limit, seconds=settings.body_timeout))
     app = _App(
         title="mla_serve",
         version=__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -121,10 +122,10 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to a body above `limit` bytes, announced or not."""
+    """Answers 413 to a body above `limit` bytes, announced or not, and 408 to one that is not whole after `seconds`."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
+        self.app, self.limit, self.seconds = app, limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -136,11 +137,17 @@ class BodyLimit:
             error = ApiError(413, self._message, code="body_too_large", headers={"Connection": "close"})
             await error_response(error)(scope, receive, send)
             return
-        seen = 0
+        seen, until = 0, time.monotonic() + self.seconds
+        whole = False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole
+            try:
+                message = await (receive() if whole else asyncio.wait_for(receive(), max(0.0, until - time.monotonic())))
+            except TimeoutError:
+                text = f"The body was not whole after {self.seconds:g} seconds; send it at once."
+                raise HTTPException(408, text, {"Connection": "close"}) from None
+            whole = whole or not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self.limit:
                 raise HTTPException(413, self._message, {"Connection": "close"})

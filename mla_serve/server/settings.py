@@ -18,8 +18,9 @@ class ServerSettings:
 
     `served_model_name` None means the name of the model's directory. `max_queue` bounds the choices (prompts times n) that
     are open at once. `max_output_tokens` caps every request's max_tokens, also where a request names none.
-    `chat_template` is a Jinja file that replaces the model's own. `heartbeat_limit` is the age from which an engine counts as
-    hung, `death_linger` how long the server stays to say so once its engine has died.
+    `chat_template` is a Jinja file that replaces the model's own. `body_timeout` is the time that a request's body may take.
+    `heartbeat_limit` is the age from which an engine counts as hung, `death_linger` how long the server stays to say so once
+    its engine has died.
     `json_start` prints the start as one JSON line in place of the lines for people.
     """
 
@@ -31,6 +32,7 @@ class ServerSettings:
     max_queue: int = 512
     max_output_tokens: int | None = None
     body_limit: int = 8 * 1024 * 1024
+    body_timeout: float = 60.0
     chat_template: Path | None = None
     drain_timeout: float = 30.0
     heartbeat_limit: float = 30.0

@@ -36,6 +36,7 @@ def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         api_keys=KEYS,
         max_queue=4,
         body_limit=4096,
+        body_timeout=1.5,
         max_output_tokens=CAP,
         heartbeat_limit=2.0,
         engine={"max_model_len": 256},
@@ -143,6 +144,19 @@ def test_the_body_limit(strict: Server) -> None:
     response = strict.post("/v1/completions", {**LONG, "x": "y" * 4200}, headers=AUTH)
     assert response.status_code == 413
     assert "4096 bytes" in response.json()["error"]["message"]
+
+
+def test_half_a_body_is_waited_for_so_long_and_harms_nobody(strict: Server) -> None:
+    host, port = httpx.URL(strict.url).host, httpx.URL(strict.url).port
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, port), timeout=30) as lazy:
+        lazy.sendall(f'{head}Content-Length: 100\r\n\r\n{{"prompt": "X'.encode())
+        assert strict.post("/v1/completions", LONG, headers=AUTH).status_code == 200
+        answer = b""
+        while piece := lazy.recv(4096):  # until the server closes the connection
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"The body was not whole after 1.5 seconds" in answer
 
 
 def test_a_request_that_would_never_fit_the_queue(strict: Server) -> None:
