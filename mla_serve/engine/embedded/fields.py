@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,14 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """A finite number that is not negative; JSON as Python writes it may hold NaN and Infinity."""
         value = self.raw.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"has {name} {value!r}, which should be a number; correct it")
+        if not math.isfinite(value) or value < 0:
+            raise self.error(f"has {name} {value!r}, which should be finite and not negative; correct it")
         return float(value)
 
     def of(self, name: str, default: T) -> T:
