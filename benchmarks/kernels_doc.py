@@ -77,13 +77,13 @@ MISSES = """\
 - **Emulated Ampere, 2.2x where 3x was asked.** The target came from timings with launches inside, and vLLM's Triton decode
   needs several; replayed from a CUDA graph, as a server runs it, it loses that handicap in small batches. From batch 16
   on FlashInfer fa2 itself is the bound: its tiles hold 64 query rows, of which 16 heads fill a quarter, and it reads at
-  43 % of the measured bandwidth (85 us against a floor of 36.5). No other kernel that runs on Ampere takes MLA decode.
+  43 % of the measured bandwidth (85 us against a floor of 36.5). No other library here has an MLA decode for Ampere.
 - **Ragged decode, up to 28 % behind.** A ragged bucket is measured on one request of three times the mean among equals.
   At 128 heads and at 8 query tokens FlashMLA wins that, and FA3 the batch that the bench draws, whose lengths are
   log-uniform between 100 and 32,768.
-- **Context chunks, 3 to 10 % behind.** Our FA3 adapter copied the LSE from [heads, tokens] to [tokens, heads], two small
-  kernels of 2.5 us; it hands out a view since, which was not measured again. FlashInfer's LSE is in base 2 there, and
-  turning it into a natural logarithm costs one such kernel.
+- **Context chunks, up to 10 % behind.** Our FA3 adapter copied the LSE twice on its way from [heads, tokens] to
+  [tokens, heads]; it hands out a view since, which was not measured again. FlashInfer's LSE is in base 2 there, and
+  turning it into a natural logarithm costs a small kernel. That these account for the gap of 2 to 7 us was not measured.
 """
 
 NO_FIGURES = "There are no figures of this yet; `benchmarks/h200.sh` makes them."

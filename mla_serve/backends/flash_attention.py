@@ -165,7 +165,7 @@ class FlashAttention3(_FlashAttention):
         if (shape.page_size or 0) % 16:
             return f"takes pages of a multiple of 16 tokens, not {shape.page_size}"
         library = self._library
-        return None if isinstance(library, Library) and library.decode else f"{library} has no absorbed form"
+        return None if isinstance(library, Library) and library.decode else "the one that is installed has no absorbed form"
 
     def plan(self, state: State, batch: BatchLayout, *, scale: float, reuse: Plan | None = None) -> Plan:
         shape = state.shape
