@@ -97,8 +97,22 @@ def serve(
     threads: Threads = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: MODEL's own.")] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Open requests before new ones get 429.")] = 512,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Cap on every answer's tokens.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(min=0.1, help="Seconds that one request may take.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file in place of the model's own template.")] = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How MODEL writes tool calls: auto (from its chat template), none, or a format's name.")
+    ] = "auto",
+    reasoning: Annotated[str, typer.Option(help="Tell <think> from the answer: auto (by the template), on, off.")] = "auto",
     api_key_file: Annotated[
-        Path | None, typer.Option(help="One key a line; then every route but the health checks wants one.")
+        Path | None,
+        typer.Option(
+            help="One key a line; then every route but the health checks wants one. Without it MLA_SERVE_API_KEY counts, "
+            "keys in it divided by white space."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of web pages that may call from a browser; may be repeated.")
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the start as one JSON line.")] = False,
@@ -140,7 +154,13 @@ def serve(
         port=port,
         served_model_name=served_model_name or public_name(model),
         max_queue=max_queue,
+        max_output_tokens=max_output_tokens,
+        request_timeout=request_timeout,
+        chat_template=chat_template,
+        tool_format=tool_call_parser,
+        reasoning=reasoning,
         api_keys=read_api_keys(api_key_file),
+        allow_origins=tuple(allow_origin or ()),
         drain_timeout=drain_timeout,
         json_start=as_json,
     )

@@ -6,15 +6,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mla_serve import __version__
 from mla_serve.engine.base import Engine
+from mla_serve.server.answers import ErrorResponse
 from mla_serve.server.defaults import GenerationDefaults
 from mla_serve.server.errors import install_error_handlers
 from mla_serve.server.middleware import ApiKeys, BodyLimit, RequestLog
-from mla_serve.server.responses import ErrorResponse
-from mla_serve.server.routes import attention, chat, completions, health, metrics, models
+from mla_serve.server.routes import attention, chat, completions, health, metrics, models, responses, tokens
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
 from mla_serve.server.streaming import ClientGoneError
@@ -28,6 +29,7 @@ STATUSES = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "The server or the engine failed this request.",
+    504: "The request took longer than the operator allows.",
     503: "The engine is not healthy, or the server is shutting down.",
 }
 
@@ -56,6 +58,10 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     Raises UserError for a model directory whose tokenizer or generation_config.json cannot be used.
     """
     middleware = [Middleware(RequestLog)]
+    if settings.allow_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
     middleware.append(Middleware(BodyLimit, limit=settings.body_limit, seconds=settings.body_timeout))
@@ -75,6 +81,6 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     )
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _nobody_reads)
-    for routes in (models, completions, chat, health, attention, metrics):
+    for routes in (models, completions, chat, responses, tokens, health, attention, metrics):
         app.include_router(routes.router)
     return app

@@ -63,7 +63,7 @@ def banner(state: ServerState, url: str, decisions: Sequence[Mapping[str, Any]])
     kernels = kernel_lines(decisions, _unmeasured(settings.engine)) or ["kernels are chosen when a shape is first met"]
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     route, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
-    if state.tokenizer.has_chat_template:
+    if state.tokenizer.chat_template:
         route, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is MLA?"}]}'
     rows = [
         f"mla_serve {__version__}",

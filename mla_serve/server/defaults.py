@@ -18,6 +18,8 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None
     source: str = "OpenAI's defaults"
 
@@ -38,15 +40,18 @@ class GenerationDefaults:
             "temperature": data.get("temperature"),
             "top_p": data.get("top_p"),
             "top_k": data.get("top_k"),
+            "min_p": data.get("min_p"),
+            "repetition_penalty": data.get("repetition_penalty"),
             "max_tokens": data.get("max_new_tokens"),
         }
         if data.get("do_sample") is False:
-            values |= {"temperature": 0.0, "top_p": None, "top_k": None}
+            values |= {"temperature": 0.0, "top_p": None, "top_k": None, "min_p": None}
         given = {name: value for name, value in values.items() if value is not None}
         for name, value in given.items():
             whole = name in ("top_k", "max_tokens")
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (name == "top_p" and not 0 < value <= 1):
+            low = value == 0 and name in ("top_p", "repetition_penalty")
+            if not number or value < 0 or low or (name in ("top_p", "min_p") and value > 1):
                 raise UserError(f"{path} has a {name} that is no number of the right kind and size; repair or remove it")
         changed = [name for name, value in given.items() if value != getattr(base, name)]
         return cls(**given, source=f"generation_config.json ({', '.join(changed)})") if changed else base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from mla_serve.errors import UserError
 
 if TYPE_CHECKING:
     from mla_serve.engine.embedded.messages import EngineConfig
+
+KEY_VARIABLE = "MLA_SERVE_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,10 @@ class ServerSettings:
     are open at once. `max_output_tokens` caps every request's max_tokens, also where a request names none.
     `chat_template` is a Jinja file that replaces the model's own. `body_timeout` is the time that a request's body may take.
     `heartbeat_limit` is the age from which an engine counts as hung, `death_linger` how long the server stays to say so once
-    its engine has died.
+    its engine has died. `request_timeout` bounds a request from its body to its last token.
+    `tool_format` is a name of `parsers.TOOL_FORMATS`, "none", or "auto": what the chat template writes. `reasoning` "on" or
+    "off" says whether `<think>` is told apart from the answer, "auto" does where the chat template knows it.
+    `allow_origins` are the web pages' origins that a browser may call from (CORS); none by default.
     `json_start` prints the start as one JSON line in place of the lines for people.
     """
 
@@ -37,6 +43,10 @@ class ServerSettings:
     drain_timeout: float = 30.0
     heartbeat_limit: float = 30.0
     death_linger: float = 2.0
+    request_timeout: float | None = None
+    tool_format: str = "auto"
+    reasoning: str = "auto"
+    allow_origins: tuple[str, ...] = ()
     json_start: bool = False
 
     @property
@@ -50,12 +60,14 @@ class ServerSettings:
 
 
 def read_api_keys(path: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line; empty lines and lines that start with # are skipped. None means no keys.
+    """The keys in a file, one a line; empty lines and lines that start with # are skipped.
+
+    None means those of the environment variable MLA_SERVE_API_KEY, divided by white space, of which there may be none.
 
     Raises UserError if the file cannot be read or holds no key: an empty list would leave the server open.
     """
     if path is None:
-        return ()
+        return tuple(os.environ.get(KEY_VARIABLE, "").split())
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

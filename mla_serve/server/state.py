@@ -14,7 +14,8 @@ from fastapi import Depends, Request
 from mla_serve.engine.base import Engine
 from mla_serve.server.defaults import GenerationDefaults
 from mla_serve.server.errors import ApiError, bad_request
-from mla_serve.server.metrics import EngineMetrics
+from mla_serve.server.formats import AnswerFormats
+from mla_serve.server.metrics import Metrics
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.text import Tokenizer
 
@@ -37,11 +38,13 @@ class ServerState:
     draining: bool = False
     dead: str | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    metrics: EngineMetrics = field(init=False)
+    metrics: Metrics = field(init=False)
+    formats: AnswerFormats = field(init=False)
 
     def __post_init__(self) -> None:
         self.idle.set()
-        self.metrics = EngineMetrics(self.model_name)
+        self.metrics = Metrics(self.model_name)
+        self.formats = AnswerFormats.of(self.settings, self.tokenizer)
 
     @property
     def model_name(self) -> str:

@@ -21,9 +21,10 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 _encode = msgspec.json.Encoder().encode
 
 
-def event(data: Any) -> bytes:
-    """One event; msgspec writes UTF-8 as it is and no line breaks."""
-    return b"data: " + _encode(data) + b"\n\n"
+def event(data: Any, *, name: str | None = None) -> bytes:
+    """One event, with a type of its own if it has a name; msgspec writes UTF-8 as it is and no line breaks."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(data) + b"\n\n"
 
 
 class ClientGoneError(Exception):

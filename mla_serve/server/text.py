@@ -184,8 +184,11 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens, limit=limit)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self.pieces, self._special if skip_special_tokens else frozenset())
+    def detokenizer(self, *, skip_special_tokens: bool = True, kept: frozenset[str] = frozenset()) -> Detokenizer:
+        """For one sequence. `kept` are special tokens whose text is wanted all the same."""
+        if not skip_special_tokens:
+            return Detokenizer(self.pieces, frozenset())
+        return Detokenizer(self.pieces, self._special - {self._backend.token_to_id(token) for token in kept})
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence, by the same means as a streamed one."""
@@ -201,8 +204,10 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template or self._hugging_face.chat_template)
+    def chat_template(self) -> str:
+        """The template's text, or texts where the model has several; empty without one."""
+        template = self._template or self._hugging_face.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool, **extra: Any
@@ -211,7 +216,7 @@ class Tokenizer:
 
         Raises ApiError 400 where there is no template, or where it refuses the messages.
         """
-        if not self.has_chat_template:
+        if not self.chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.")
         try:
             prompt = self._hugging_face.apply_chat_template(

@@ -12,7 +12,11 @@ UNIONS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "stop": "a string or a list of strings",
     "messages[].content": "a string or a list of text parts",
-    "tool_choice": "a string or an object",
+    "tool_choice": "none, auto, required or an object that names a function",
+    "input": "a string or a list of items",
+    "input[]": "a message, a function call, a function call's output or a reasoning item",
+    "structured_outputs.json": "a JSON schema or its text",
+    "guided_json": "a JSON schema or its text",
 }
 
 KINDS = {

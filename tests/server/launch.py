@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from mla_serve.engine.embedded.messages import EngineConfig
 from mla_serve.errors import UserError
@@ -14,7 +15,10 @@ from mla_serve.server.settings import ServerSettings
 def main() -> int:
     arguments = json.loads(sys.argv[1])
     engine = EngineConfig(**arguments.pop("engine"))
-    arguments["api_keys"] = tuple(arguments.get("api_keys", ()))
+    for name in ("api_keys", "allow_origins"):
+        arguments[name] = tuple(arguments.get(name, ()))
+    if "chat_template" in arguments:
+        arguments["chat_template"] = Path(arguments["chat_template"])
     try:
         return serve(ServerSettings(engine=engine, **arguments))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Requests that cannot be served: S04 to S08. Each gets one sentence in OpenAI's shape, and the next request works."""
+"""Requests that cannot be served: S04 to S09. Each gets one sentence in OpenAI's shape, and the next request works."""
 
 from __future__ import annotations
 
@@ -165,11 +165,76 @@ def test_s07_max_completion_tokens(server: Server) -> None:
         ("stop_token_ids", [-1]),
         ("seed", 2**64),
         ("seed", "5"),
+        ("logit_bias", {"5": "x"}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {str(i): 1 for i in range(2000)}),
     ],
 )
 def test_s08_ids_and_seeds_out_of_range(server: Server, field: str, value: Any) -> None:
     for path in ROUTES:
         refused(server.post(path, body_for(path, **{field: value})), param=field)
+
+
+NO_SCHEMA = {"type": "object", "properties": {"foo": "bar"}}
+MALFORMED = [
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": NO_SCHEMA}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x y", "schema": {}}}),
+    ("response_format", {"type": "xml"}),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"regex": "("}),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+    ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"choice": [""]}),
+    ("structured_outputs", {"json": "{"}),
+    ("structured_outputs", {"json": "[1]"}),
+    ("guided_json", {"type": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), MALFORMED)
+def test_s09_malformed_structures(server: Server, field: str, value: Any) -> None:
+    for path in ROUTES:
+        refused(server.post(path, body_for(path, max_tokens=5, **{field: value})))
+
+
+def test_two_structures_exclude_each_other(server: Server) -> None:
+    body = body_for("/v1/completions", guided_regex="a", response_format={"type": "json_object"})
+    assert "exclude" in refused(server.post("/v1/completions", body), param="guided_regex")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL]},  # the model writes calls in no known format
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL, TOOL], "tool_choice": "required"},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": "always"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    ],
+)
+def test_tools_that_cannot_be_offered(server: Server, fields: dict[str, Any]) -> None:
+    refused(server.post("/v1/chat/completions", body_for("/v1/chat/completions", **fields)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_tokens", 9), ("min_p", 1.5), ("repetition_penalty", 0), ("frequency_penalty", 3), ("presence_penalty", -3),
+        ("prompt_logprobs", 100_000), ("priority", 2**40), ("n", 100_000),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range(server: Server, field: str, value: Any) -> None:
+    for path in ROUTES:
+        refused(server.post(path, body_for(path, max_tokens=8, **{field: value})), param=field)
 
 
 @pytest.mark.parametrize(("prompt"), [[100_000], [-1], [[5], [100_000]]])
@@ -180,18 +245,15 @@ def test_token_ids_outside_the_vocabulary(server: Server, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "field", "asks", "harmless"),
     [
-        ("/v1/completions", "presence_penalty", 0.5, 0),
-        ("/v1/completions", "frequency_penalty", 0.5, 0.0),
-        ("/v1/completions", "repetition_penalty", 1.1, 1),
-        ("/v1/completions", "min_p", 0.1, 0),
-        ("/v1/completions", "min_tokens", 5, 0),
         ("/v1/completions", "best_of", 2, 1),
         ("/v1/completions", "suffix", "x", ""),
-        ("/v1/completions", "prompt_logprobs", 1, None),
-        ("/v1/completions", "structured_outputs", {"regex": "a"}, None),
-        ("/v1/completions", "response_format", {"type": "json_object"}, {"type": "text"}),
-        ("/v1/chat/completions", "tools", [{"type": "function"}], []),
-        ("/v1/chat/completions", "tool_choice", "required", "auto"),
+        ("/v1/completions", "bad_words", ["x"], []),
+        ("/v1/completions", "allowed_token_ids", [1], None),
+        ("/v1/completions", "truncate_prompt_tokens", 5, None),
+        ("/v1/completions", "use_beam_search", True, False),
+        ("/v1/completions", "guided_grammar", "root ::= 'a'", None),
+        ("/v1/chat/completions", "functions", [{"name": "f"}], []),
+        ("/v1/chat/completions", "modalities", ["audio"], ["text"]),
         ("/v1/chat/completions", "chat_template", "{{ x }}", None),
     ],
 )

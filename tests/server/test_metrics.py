@@ -5,14 +5,14 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from mla_serve.engine.base import Stats
 from mla_serve.selection.decision import Decision
 from mla_serve.selection.fingerprint import Fingerprint
-from mla_serve.server.metrics import EngineMetrics
+from mla_serve.server.metrics import Metrics
 from tests.selection.fakes import a_decision, decode, prefill
 from tests.server.conftest import MODEL, Server
 
 HERE = Fingerprint("a CPU", "2.13.0", threads=2)
 STATS = Stats(
     running=3, waiting=2, kv_cache_usage=0.25, kv_pages_total=8, kv_pages_free=6, prompt_tokens=700, generation_tokens=40,
-    preemptions=1,
+    preemptions=1, prefix_queries=900, prefix_hits=300,
 )  # fmt: skip
 ODD = 'a"b\\c\n{x="1"} 7'
 
@@ -25,18 +25,21 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 def rendered(*decisions: Decision) -> str:
-    return EngineMetrics(MODEL).render(STATS, [decision.to_json() for decision in decisions]).decode()
+    return Metrics(MODEL).render(STATS, [decision.to_json() for decision in decisions]).decode()
 
 
 def test_names_are_those_of_vllm() -> None:
-    assert samples(rendered()) == {
+    """Those of the engine; the times are the server's, and none has been taken."""
+    assert {key: value for key, value in samples(rendered()).items() if value} == {
         ("mla_serve:num_requests_running", MODEL): 3,
         ("mla_serve:num_requests_waiting", MODEL): 2,
         ("mla_serve:kv_cache_usage_perc", MODEL): 0.25,
         ("mla_serve:prompt_tokens_total", MODEL): 700,
         ("mla_serve:generation_tokens_total", MODEL): 40,
         ("mla_serve:num_preemptions_total", MODEL): 1,
-    }
+        ("mla_serve:prefix_cache_queries_total", MODEL): 900,
+        ("mla_serve:prefix_cache_hits_total", MODEL): 300,
+    } | {key: value for key, value in samples(rendered()).items() if key[0].endswith("_created")}
 
 
 def test_kernels_are_told_by_bucket() -> None:
@@ -50,7 +53,7 @@ def test_kernels_are_told_by_bucket() -> None:
 
 
 def test_each_scrape_shows_what_is_in_force_now() -> None:
-    metrics = EngineMetrics(MODEL)
+    metrics = Metrics(MODEL)
     for winner in ("old", "new"):
         body = metrics.render(STATS, [a_decision(prefill(), HERE, winner=winner).to_json()])
         kernels = [key[2] for key in samples(body.decode()) if key[0].endswith("selected_info")]
@@ -68,3 +71,25 @@ def test_a_server_counts_its_tokens(server: Server) -> None:
         assert after[f"mla_serve:{name}", MODEL] - before[f"mla_serve:{name}", MODEL] == more
     phases = {key[4] for key in after if key[0] == "mla_serve:kernel_selected_info"}
     assert {"prefill", "decode"} <= phases
+
+
+def test_a_request_is_timed_under_the_names_of_vllm(server: Server) -> None:
+    before = samples(server.get("/metrics").text)
+    server.complete(prompt="abc", max_tokens=4, ignore_eos=True)
+    after = samples(server.get("/metrics").text)
+
+    def more(name: str) -> float:
+        key = (f"mla_serve:{name}", MODEL)
+        return after[key] - before[key]
+
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+        "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+    ):  # fmt: skip
+        assert more(f"{name}_count") == 1, name
+    assert (more("request_prompt_tokens_sum"), more("request_generation_tokens_sum")) == (3, 4)
+    assert more("inter_token_latency_seconds_count") == 3
+    assert 0 < more("time_to_first_token_seconds_sum") <= more("e2e_request_latency_seconds_sum")
+    ended = ("mla_serve:request_success_total", "length", MODEL)
+    assert after[ended] - before[ended] == 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mla_serve.server.parsers.dsml import DsmlCalls
 from mla_serve.server.parsers.events import Content, Event, Parser
-from mla_serve.server.parsers.thinking import Thinking
+from mla_serve.server.parsers.thinking import CLOSE, OPEN, Thinking
 from mla_serve.server.parsers.tokens import DeepSeekV3Calls, DeepSeekV31Calls, KimiK2Calls
 
 ToolParser = type[DeepSeekV3Calls] | type[DeepSeekV31Calls] | type[KimiK2Calls] | type[DsmlCalls]
@@ -30,11 +30,14 @@ def detect_tool_format(template: str) -> str | None:
     return None
 
 
-def make_parser(tool_format: str | None, *, prompt: str | None) -> Parser:
-    """Reasoning as the rendered `prompt`'s end has it (None: this model has none), then tool calls in the rest."""
-    calls = TOOL_FORMATS[tool_format]() if tool_format else None
-    thinking = None if prompt is None else Thinking.of_prompt(prompt)
-    return _Chain(thinking, calls)
+def detect_reasoning(template: str) -> bool:
+    """Whether a chat template belongs to a model that thinks between `<think>` and `</think>`."""
+    return OPEN in template or CLOSE in template
+
+
+def make_parser(tool_format: str | None, *, thinking: Thinking | None) -> Parser:
+    """Reasoning where `thinking` finds it (None: this model has none), then tool calls in the rest."""
+    return _Chain(thinking, TOOL_FORMATS[tool_format]() if tool_format else None)
 
 
 class _Chain:

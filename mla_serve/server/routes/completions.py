@@ -8,45 +8,64 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mla_serve.server.answers import Completion
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.generation import Delta, plan
-from mla_serve.server.logprobs import completion_logprobs
+from mla_serve.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from mla_serve.server.protocol import CompletionBody
-from mla_serve.server.respond import respond
-from mla_serve.server.responses import Completion
+from mla_serve.server.respond import ChoiceShape, respond
 from mla_serve.server.state import ServerState, State
 
 router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
 
-class CompletionShape:
-    """Choices with `text`; with `echo` the prompt's text stands in front of it."""
+class CompletionShape(ChoiceShape):
+    """Choices with `text`; with `echo` the prompt's text, and its logprobs, stand in front of it."""
 
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, state: ServerState, body: CompletionBody, echoes: Sequence[str]) -> None:
-        self._tokenizer, self._echoes = state.tokenizer, echoes
+    def __init__(
+        self, state: ServerState, body: CompletionBody, prompts: Sequence[Sequence[int]], echoes: Sequence[str]
+    ) -> None:
         self._n = body.n or 1
-        self._logprobs = body.logprobs is not None
-        self._echoed: set[int] = set()
+        super().__init__(
+            state, body, prefix="cmpl", whole="text_completion", chunk="text_completion", choices=len(prompts) * self._n
+        )
+        self._tokenizer, self._prompts, self._echoes = state.tokenizer, prompts, echoes
+        self._logprobs, self._prompt_logprobs = body.logprobs, body.prompt_logprobs
+        self._echoed: dict[int, int] = {}  # choice -> length of the prompt's text that went before
 
-    def opening(self, choice: int) -> None:
-        """None: text needs no opening."""
-
-    def part(self, delta: Delta) -> dict[str, Any]:
-        return self.choice([delta])
+    def choice_part(self, delta: Delta) -> dict[str, Any]:
+        return self._choice([delta])
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        index, last = deltas[-1].choice, deltas[-1]
+        told = {}
+        if self._prompt_logprobs is not None:
+            told = {"prompt_logprobs": prompt_logprobs(self._prompt(deltas), deltas[0].prompt_logprobs or (), self._tokenizer)}
+        return {**self._choice(deltas), **told}
+
+    def _prompt(self, deltas: Sequence[Delta]) -> Sequence[int]:
+        return self._prompts[deltas[-1].choice // self._n]
+
+    def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        last = deltas[-1]
         text = "".join(delta.text for delta in deltas)
-        if self._echoes and index not in self._echoed:
-            self._echoed.add(index)
-            text = self._echoes[index // self._n] + text
-        tokens = [token for delta in deltas for token in delta.tokens]
+        before = None
+        if self._echoes and last.choice not in self._echoed:
+            text = self._echoes[last.choice // self._n] + text
+            if self._logprobs is not None:
+                before, length = echoed_logprobs(self._prompt(deltas), deltas[0].prompt_logprobs or (), self._tokenizer)
+                self._echoed[last.choice] = length
+            else:
+                self._echoed[last.choice] = 0
+        logprobs = None
+        if self._logprobs is not None:
+            tokens = [token for delta in deltas for token in delta.tokens]
+            logprobs = completion_logprobs(tokens, self._tokenizer, self._echoed.get(last.choice, 0))
+            if before is not None:
+                logprobs = {name: before[name] + values for name, values in logprobs.items()}
         return {
-            "index": index,
+            "index": last.choice,
             "text": text,
-            "logprobs": completion_logprobs(tokens, self._tokenizer) if self._logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
@@ -70,4 +89,4 @@ async def create_completion(body: CompletionBody, request: Request, state: State
         prompts.append(ids)
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else state.tokenizer.decode(ids))
-    return await respond(request, state, body, plan(state, body, prompts), CompletionShape(state, body, echoes))
+    return await respond(request, state, body, plan(state, body, prompts), CompletionShape(state, body, prompts, echoes))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mla_serve import __version__
+from mla_serve.server.answers import Load, Status, Version
 from mla_serve.server.errors import ApiError
-from mla_serve.server.responses import Load, Status, Version
 from mla_serve.server.state import State
 
 router = APIRouter(tags=["operations"])

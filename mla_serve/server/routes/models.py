@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mla_serve.server.responses import ModelCard, ModelList
+from mla_serve.server.answers import ModelCard, ModelList
 from mla_serve.server.state import ServerState, State
 
 router = APIRouter(tags=["models"])

@@ -61,7 +61,7 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_two_calls_after_a_sentence(name: str) -> None:
-    content, first, weather, second, now = read(make_parser(name, prompt=None), [FORMATS[name]])
+    content, first, weather, second, now = read(make_parser(name, thinking=None), [FORMATS[name]])
     assert content == Content("Let me look.")
     assert isinstance(first, CallName)
     assert (first.index, first.name) == (0, "get_weather")
@@ -77,18 +77,18 @@ def test_two_calls_after_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_cut_gives_the_calls_of_the_whole(name: str) -> None:
     text = f"<think>one < two</think>\n\n{FORMATS[name]}"
-    whole = read(make_parser(name, prompt=""), [text])
+    whole = read(make_parser(name, thinking=Thinking()), [text])
     assert whole[:2] == [Reasoning("one < two"), Content("Let me look.")]
     for pieces in cuts(text):
-        assert read(make_parser(name, prompt=""), pieces) == whole, pieces
+        assert read(make_parser(name, thinking=Thinking()), pieces) == whole, pieces
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_text_cut_off_anywhere_gives_a_part_of_what_the_whole_gives(name: str) -> None:
     text = FORMATS[name]
     for end in range(len(text)):
-        events = read(make_parser(name, prompt=None), list(text[:end]))
-        assert events == read(make_parser(name, prompt=None), [text[:end]])
+        events = read(make_parser(name, thinking=None), list(text[:end]))
+        assert events == read(make_parser(name, thinking=None), [text[:end]])
         names = [event.name for event in events if isinstance(event, CallName)]
         assert names == ["get_weather", "now"][: len(names)]
 
@@ -109,7 +109,8 @@ def test_no_text_depends_on_its_cuts(parts: list[str], data: st.DataObject, name
     prompt = "<think>\n" if inside else ""
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
-    assert read(make_parser(name, prompt=prompt), pieces) == read(make_parser(name, prompt=prompt), [text])
+    cut, whole = (make_parser(name, thinking=Thinking.of_prompt(prompt)) for _ in range(2))
+    assert read(cut, pieces) == read(whole, [text])
 
 
 def test_dsml_values_are_json_and_text_is_escaped() -> None:
@@ -119,7 +120,7 @@ def test_dsml_values_are_json_and_text_is_escaped() -> None:
         '<｜DSML｜parameter name="bad" string="false">not json</｜DSML｜parameter>'
         '<｜DSML｜parameter name="s" string="true">a "b"\n\\c</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>'
     )
-    name, arguments = read(make_parser("deepseek-v3.2", prompt=None), list(text))
+    name, arguments = read(make_parser("deepseek-v3.2", thinking=None), list(text))
     assert name == CallName(0, "f")
     assert isinstance(arguments, CallArguments)
     assert json.loads(arguments.text) == {"n": 3, "l": [1, "x"], "bad": "not json", "s": 'a "b"\n\\c'}
@@ -143,7 +144,7 @@ def test_thinking(make: Callable[[], Parser], text: str, events: list[Event]) ->
 
 
 def test_a_call_without_its_section_is_a_call() -> None:
-    assert read(make_parser("kimi-k2", prompt=None), [KIMI.replace("<|tool_calls_section_begin|>", "")])[1] == CallName(
+    assert read(make_parser("kimi-k2", thinking=None), [KIMI.replace("<|tool_calls_section_begin|>", "")])[1] == CallName(
         0, "get_weather", "functions.get_weather:0"
     )
 
