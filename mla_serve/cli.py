@@ -17,6 +17,8 @@ import typer
 from mla_serve import __version__
 from mla_serve.bench.commands import bench
 from mla_serve.errors import UserError
+from mla_serve.options import Attention, Decisions, Json, KernelTimeout, Model, Policy, Threads, known_policy
+from mla_serve.serve_command import serve
 from mla_serve.tables.commands import table
 
 if TYPE_CHECKING:
@@ -31,24 +33,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench, name="bench")
 app.add_typer(table, name="table")
-
-Model = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face directory or name; default: the demo model.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Policy = Annotated[
-    str,
-    typer.Option(
-        help="measured: the fastest kernel that is right; availability: by kernel class, untimed; "
-        "batch-invariant: the same bits in any company, each request computed alone."
-    ),
-]
-Attention = Annotated[str, typer.Option(metavar="PINS", help="Pin kernels: prefill=torch-flash+pad,decode=torch-mla.")]
-Decisions = Annotated[Path | None, typer.Option(help="Decision file to read and write; default: one per user.")]
-KernelTimeout = Annotated[
-    float | None, typer.Option(min=0.1, help="Seconds one kernel gets at one shape; default: 60, on a GPU 300.")
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: the physical cores.")]
+app.command(context_settings={"allow_extra_args": True})(serve)
 
 
 def note(text: str) -> None:
@@ -72,99 +57,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def serve(
-    model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; keep the default unless keys are set.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
-    engine: Annotated[str, typer.Option(help="auto or embedded.")] = "auto",
-    policy: Policy = "measured",
-    attention: Attention = "",
-    decisions: Decisions = None,
-    probe: Annotated[
-        str, typer.Option(help="When to measure what the decision file lacks: off, idle (no request), on-demand (when met).")
-    ] = "idle",
-    kernel_timeout: KernelTimeout = None,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt plus answer, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step; longer prompts go in chunks.")] = 2048,
-    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens per page of the latent cache.")] = None,
-    num_pages: Annotated[int | None, typer.Option(min=1, help="Pages of the latent cache; default: from free memory.")] = None,
-    prefix_cache: Annotated[bool, typer.Option(help="Keep the latents of finished requests for later prompts.")] = True,
-    threads: Threads = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: MODEL's own.")] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Open requests before new ones get 429.")] = 512,
-    max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Cap on every answer's tokens.")] = None,
-    request_timeout: Annotated[float | None, typer.Option(min=0.1, help="Seconds that one request may take.")] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file in place of the model's own template.")] = None,
-    tool_call_parser: Annotated[
-        str, typer.Option(help="How MODEL writes tool calls: auto (from its chat template), none, or a format's name.")
-    ] = "auto",
-    reasoning: Annotated[str, typer.Option(help="Tell <think> from the answer: auto (by the template), on, off.")] = "auto",
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="One key a line; then every route but the health checks wants one. Without it MLA_SERVE_API_KEY counts, "
-            "keys in it divided by white space."
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin of web pages that may call from a browser; may be repeated.")
-    ] = None,
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the start as one JSON line.")] = False,
-) -> None:
-    """Serve MODEL over HTTP, OpenAI-compatible."""
-    from mla_serve.engine.embedded import EngineConfig
-    from mla_serve.engine.embedded.core import DTYPES
-    from mla_serve.models import public_name, resolve
-    from mla_serve.selection import parse_pins
-    from mla_serve.server.run import serve as run
-    from mla_serve.server.settings import ServerSettings, read_api_keys
-
-    if dtype not in ("auto", *DTYPES):
-        raise typer.BadParameter(f"there is no dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
-    if engine not in ("auto", "embedded"):
-        raise typer.BadParameter(f"there is no engine {engine!r}; use auto or embedded")
-    if probe not in ("off", "idle", "on-demand"):
-        raise typer.BadParameter(f"there is no way to probe {probe!r}; use off, idle or on-demand")
-    directory = resolve(model)
-    config = EngineConfig(
-        model=str(directory),
-        dtype=dtype,
-        policy=_policy(policy),
-        pins=parse_pins(attention),
-        decisions=str(decisions) if decisions else None,
-        probe=probe,
-        kernel_timeout=kernel_timeout,
-        max_model_len=max_model_len,
-        max_requests=max_num_seqs,
-        max_tokens=max_num_batched_tokens,
-        page_size=page_size,
-        num_pages=num_pages,
-        prefix_cache=prefix_cache,
-        threads=threads,
-    )
-    settings = ServerSettings(
-        engine=config,
-        host=host,
-        port=port,
-        served_model_name=served_model_name or public_name(model),
-        max_queue=max_queue,
-        max_output_tokens=max_output_tokens,
-        request_timeout=request_timeout,
-        chat_template=chat_template,
-        tool_format=tool_call_parser,
-        reasoning=reasoning,
-        api_keys=read_api_keys(api_key_file),
-        allow_origins=tuple(allow_origin or ()),
-        drain_timeout=drain_timeout,
-        json_start=as_json,
-    )
-    raise typer.Exit(run(settings))
 
 
 @app.command()
@@ -206,7 +98,7 @@ def probe(
             model, device, tp=tp, dtype=dtype, page_size=page_size, max_model_len=max_model_len, max_batch=max_num_seqs,
             graph=graph,
         )  # fmt: skip
-    if _policy(policy) == "batch-invariant":
+    if known_policy(policy) == "batch-invariant":
         shapes = list(dict.fromkeys(map(mode, shapes)))
     path = out or default_table_path()
     measurer = Isolated(device, clean_pool=True, seconds=kernel_timeout)
@@ -227,7 +119,7 @@ def probe(
 
 
 def _write_report(path: Path, decisions: Sequence[Decision], *, subject: str) -> None:
-    from mla_serve.server.pages import render_page
+    from mla_serve.pages import render_page
 
     try:
         path.write_text(render_page((), decisions, subject=subject), encoding="utf-8")
@@ -312,7 +204,7 @@ def explain(
         ragged=ragged and absorbed,
     )  # fmt: skip
     selector = Selector(
-        device, policy=_policy(policy), pins=parse_pins(attention), clean_pool=True, on_demand=True,
+        device, policy=known_policy(policy), pins=parse_pins(attention), clean_pool=True, on_demand=True,
         table=DecisionTable.load(decisions or default_table_path()),
     )  # fmt: skip
     with closing(selector):
@@ -321,14 +213,6 @@ def explain(
         emit(decision.to_json() | {"why": decision_sentence(decision)})
     else:
         render_decision(decision)
-
-
-def _policy(name: str) -> Any:
-    from mla_serve.selection.selector import POLICIES
-
-    if name not in POLICIES:
-        raise typer.BadParameter(f"there is no policy {name!r}; use {', '.join(POLICIES)}")
-    return name
 
 
 @app.command()

@@ -67,7 +67,9 @@ def vllm_arguments(config: VllmConfig, *, cpu: bool) -> list[str]:
     On a CPU vLLM's RoPE operator is wrong for MLA (its kernel takes [tokens, heads * rope] only), so it is switched off there.
     """
     ours = ["--model", config.model, "--seed", "0"]
-    if cpu and not any(flag.startswith(("--compilation-config", "-O", "-cc")) for flag in config.arguments):
+    if not cpu:
+        ours += ["--attention-backend", "CUSTOM", "--attention-config.mla_prefill_backend", "CUSTOM"]
+    elif not any(flag.startswith(("--compilation-config", "-O", "-cc")) for flag in config.arguments):
         ours += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
     return [*ours, *config.arguments]
 
@@ -172,7 +174,7 @@ def _args(config: VllmConfig) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", exit_on_error=False))
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _refuse
     return AsyncEngineArgs.from_cli_args(parser.parse_args(vllm_arguments(config, cpu=current_platform.is_cpu())))
 
 

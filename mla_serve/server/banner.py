@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_serve import __version__
 from mla_serve.engine.embedded.messages import EngineConfig
+from mla_serve.engine.vllm import VllmConfig
 from mla_serve.selection.decision import Decision
 from mla_serve.selection.report import in_short
 from mla_serve.server.state import ServerState
@@ -35,7 +36,7 @@ def _size(decision: Decision) -> int:
     return shape.batch * shape.q_len * shape.kv_len
 
 
-def _unmeasured(engine: EngineConfig) -> str:
+def _unmeasured(engine: EngineConfig | VllmConfig) -> str:
     """What becomes of shapes that nobody has measured yet."""
     if engine.policy != "measured":
         return ""

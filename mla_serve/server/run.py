@@ -19,6 +19,8 @@ from fastapi import FastAPI
 
 from mla_serve.engine.base import Engine, EngineDeadError, Request, Sampling
 from mla_serve.engine.embedded.config import ModelConfig
+from mla_serve.engine.embedded.messages import EngineConfig
+from mla_serve.engine.vllm import VllmConfig
 from mla_serve.errors import UserError
 from mla_serve.server.app import create_app
 from mla_serve.server.banner import banner, start_record
@@ -42,7 +44,8 @@ def serve(settings: ServerSettings) -> int:
     """
     _log_to_stderr()
     _raise_file_limit()
-    ModelConfig.from_dir(settings.model_dir)  # a directory that is no model says so now, in the engine's words
+    if isinstance(settings.engine, EngineConfig):
+        ModelConfig.from_dir(settings.model_dir)  # a directory that is no model says so now, in the engine's words
     with contextlib.closing(_bind(settings)) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))
 
@@ -100,6 +103,10 @@ def _url(settings: ServerSettings, listener: socket.socket) -> str:
 
 async def start_engine(settings: ServerSettings) -> Engine:
     """The engine that the settings ask for, ready to take requests. Raises UserError if it cannot be started."""
+    if isinstance(settings.engine, VllmConfig):
+        from mla_serve.engine.vllm import VllmEngine
+
+        return await VllmEngine.start(settings.engine)
     from mla_serve.engine.embedded.client import EmbeddedEngine
 
     try:

@@ -11,6 +11,7 @@ from mla_serve.errors import UserError
 
 if TYPE_CHECKING:
     from mla_serve.engine.embedded.messages import EngineConfig
+    from mla_serve.engine.vllm import VllmConfig
 
 KEY_VARIABLE = "MLA_SERVE_API_KEY"
 
@@ -30,7 +31,7 @@ class ServerSettings:
     `json_start` prints the start as one JSON line in place of the lines for people.
     """
 
-    engine: EngineConfig
+    engine: EngineConfig | VllmConfig
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None

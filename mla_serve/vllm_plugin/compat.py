@@ -78,7 +78,7 @@ def take_place(backend: str, prefill: str, *, default: bool) -> None:
 class Chunk:
     """One chunk of cached context, as the kernels need it. `rows` are the prefill's tokens that it concerns.
 
-    Device tensors `query_start_loc` and `kv_start_loc` [requests + 1] and `kv_lens` [requests], int32; host lengths beside them.
+    Device tensors `query_start_loc` and `kv_start_loc` [requests + 1] and `kv_lens` [requests], int32; then host lengths.
     """
 
     rows: slice
@@ -153,7 +153,7 @@ def kv_lens_bound(common: Any) -> Tensor | None:
     for name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu"):
         lens = getattr(common, name, None)
         if lens is not None:
-            return lens  # type: ignore[no-any-return]
+            return lens
     return None
 
 
@@ -187,7 +187,7 @@ def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the latent cache by vLLM's name for it."""
     if name.startswith("fp8"):
         return torch.float8_e4m3fn
-    return dtype if name == "auto" else getattr(torch, name)  # type: ignore[no-any-return]
+    return dtype if name == "auto" else getattr(torch, name)
 
 
 def refuse_parallelism(config: Any) -> None:
@@ -205,7 +205,7 @@ def refuse_parallelism(config: Any) -> None:
 
 
 def warn_about_rope(config: Any) -> None:
-    """On a CPU vLLM turns MLA's queries and keys wrongly where RoPE is plain: its operator takes [tokens, heads * rope] only."""
+    """On a CPU vLLM turns MLA's queries wrongly where RoPE is plain: its operator takes [tokens, heads * rope] only."""
     rope = rope_parameters(config.model_config.hf_text_config.to_dict())
     off = "-rotary_embedding" in (config.compilation_config.custom_ops or ())
     if on_cpu() and rope["rope_type"] == "default" and not off:
@@ -213,3 +213,9 @@ def warn_about_rope(config: Any) -> None:
             "mla_serve: vLLM's RoPE operator for CPUs gives wrong answers with MLA models of plain RoPE, as this one is; add "
             '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
         )
+
+
+def uses_graphs(config: Any) -> bool:
+    """Whether vLLM will capture decodes whole."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return not on_cpu() and not config.model_config.enforce_eager and mode is not None and mode.has_full_cudagraphs()

@@ -18,12 +18,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
-from mla_serve.backends.base import BatchLayout, Limits, Plan
+from mla_serve.backends.base import BatchLayout, Plan
 from mla_serve.errors import UserError
 from mla_serve.selection.bound import Kernel
 from mla_serve.shapes import MLADims
 from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.kernels import Kernels, kernels_for, settings
+from mla_serve.vllm_plugin.kernels import Kernels, get_ready, kernels_for, limits_of, settings
 from mla_serve.vllm_plugin.prefill import Prefill
 
 
@@ -94,20 +94,17 @@ class Builder(MLACommonMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **{"metadata_cls": Metadata, **more})
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         dims = MLADims(self.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim, layer.kv_lora_rank)
-        scheduler = vllm_config.scheduler_config
         self._scale = float(layer.scale)
         self._exact = vllm_config.speculative_config is None
         self._expected = settings().expected_context or max(1, vllm_config.model_config.max_model_len // 2)
         self._captured: dict[tuple[int, int], Captured] = {}
         self._capturing = False
         self._common: Any = None
-        tokens = int(scheduler.max_num_batched_tokens)
         self.kernels: Kernels = kernels_for(
             dims, dtype=vllm_config.model_config.dtype,
             cache_dtype=compat.cache_dtype(layer.kv_cache_dtype, vllm_config.model_config.dtype),
             page_size=kv_cache_spec.block_size, device=device,
-            limits=Limits(int(scheduler.max_num_seqs), tokens, max(tokens, compat.context_workspace(vllm_config))),
-            layers=compat.layers(vllm_config),
+            limits=limits_of(vllm_config), layers=compat.layers(vllm_config),
         )  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
@@ -190,6 +187,8 @@ class Impl(MLACommonImpl[Metadata]):
         if compat.on_cpu() and self.kv_cache_dtype != "auto":
             raise UserError(f"the latent cache cannot be {self.kv_cache_dtype} on a CPU; leave --kv-cache-dtype out")
         compat.warn_about_rope(config)
+        dims = MLADims(self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, self.kv_lora_rank)
+        get_ready(dims, config, cache_dtype=compat.cache_dtype(self.kv_cache_dtype, config.model_config.dtype))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
@@ -200,7 +199,7 @@ class Impl(MLACommonImpl[Metadata]):
         assert decode.kernel is not None
         assert decode.plan is not None
         assert decode.kernels is not None
-        nope, rope = q if isinstance(q, tuple) else q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
         quantized = kv_c_and_k_pe_cache.dtype == torch.float8_e4m3fn
         scale = float(layer._k_scale_float) if quantized else 1.0
         found = decode.kernel.run_decode(nope, rope, kv_c_and_k_pe_cache, decode.plan, cache_scale=scale, need_lse=False)

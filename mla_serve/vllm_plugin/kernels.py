@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from io import StringIO
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from mla_serve.backends.base import Limits
 from mla_serve.errors import UserError
-from mla_serve.selection import BoundSelector, DecisionTable, Selector, decision_sentence, default_table_path
+from mla_serve.selection import (
+    BoundSelector,
+    Decision,
+    DecisionTable,
+    Selector,
+    decision_sentence,
+    default_table_path,
+    render_table,
+)
 from mla_serve.selection.bound import Kernel
 from mla_serve.selection.candidates import native
 from mla_serve.selection.entry import host_of
 from mla_serve.selection.isolated import Isolated
 from mla_serve.shapes import DType, MLADims
+from mla_serve.vllm_plugin import compat
 from mla_serve.vllm_plugin.config import PluginSettings
+from mla_serve.vllm_plugin.probing import probe_at_start
 from mla_serve.vllm_plugin.shared import write_decisions
 
 logger = logging.getLogger("vllm.mla_serve")
@@ -105,6 +118,57 @@ def _selector(device: torch.device, layers: int) -> Selector:
 
 
 _kernels: dict[Any, Kernels] = {}
+_probed: set[Any] = set()
+
+
+def get_ready(dims: MLADims, config: Any, *, cache_dtype: torch.dtype | None) -> None:
+    """To be called when a layer is made, which is before vLLM profiles its memory; the first call of a kind does the work.
+
+    Measures what is asked for at start, then chooses the kernels of the largest batches, so that their workspaces are part of
+    what vLLM sees in use. Raises UserError for pins, decisions or a page size with which nothing could serve.
+    """
+    device, page = torch.device(config.device_config.device_type), int(config.cache_config.block_size or 16)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    model, scheduler = config.model_config, config.scheduler_config
+    if (dims, model.dtype) in _probed:
+        return
+    _probed.add((dims, model.dtype))
+    context = compat.context_workspace(config)
+    limits = limits_of(config)
+    kernels = kernels_for(
+        dims,
+        dtype=model.dtype,
+        cache_dtype=cache_dtype,
+        page_size=page,
+        device=device,
+        limits=limits,
+        layers=compat.layers(config),
+    )
+    selector, _ = _selectors(device, compat.layers(config))
+    decisions = probe_at_start(
+        selector, settings(), dims, config=config, page_size=page, context=context, graph=compat.uses_graphs(config)
+    )
+    requests, tokens = int(scheduler.max_num_seqs), int(scheduler.max_num_batched_tokens)
+    kernels.bound.prefill(1, tokens, lse=False)
+    kernels.bound.prefill(1, tokens, lse=True)
+    kernels.bound.context(1, tokens, context)
+    kernels.bound.decode(requests, requests * model.max_model_len, ragged=False, graph=False)
+    if decisions:
+        log_table(decisions)
+
+
+def log_table(decisions: Sequence[Decision]) -> None:
+    """One table in vLLM's log: bucket, kernel, padding, times of the best native and padded form, floor, policy."""
+    text = StringIO()
+    render_table(decisions, Console(file=text, width=240))
+    logger.info("mla_serve: kernels by shape\n%s", text.getvalue())
+
+
+def limits_of(config: Any) -> Limits:
+    """The largest call of any layer."""
+    tokens = int(config.scheduler_config.max_num_batched_tokens)
+    return Limits(int(config.scheduler_config.max_num_seqs), tokens, max(tokens, compat.context_workspace(config)))
 
 
 def kernels_for(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from mla_serve.backends.base import BatchLayout, Limits, Plan
+from mla_serve.backends.base import BatchLayout, Plan
 from mla_serve.selection.bound import Kernel
 from mla_serve.shapes import MLADims
 from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.kernels import Kernels, kernels_for
+from mla_serve.vllm_plugin.kernels import Kernels, kernels_for, limits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,9 @@ class Prefill(MLAPrefillBackend):
     def _bind(self, device: torch.device) -> Kernels:
         """Not at construction: vLLM makes one per layer, before it knows its cache."""
         config = self.vllm_config
-        scheduler = config.scheduler_config
-        tokens = int(scheduler.max_num_batched_tokens)
-        context = compat.context_workspace(config)
         self._kernels = kernels_for(
             self._dims, dtype=config.model_config.dtype, cache_dtype=None, page_size=config.cache_config.block_size or 16,
-            device=device, limits=Limits(int(scheduler.max_num_seqs), tokens, max(tokens, context)),
-            layers=compat.layers(config),
+            device=device, limits=limits_of(config), layers=compat.layers(config),
         )  # fmt: skip
         return self._kernels
 

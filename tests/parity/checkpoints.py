@@ -88,7 +88,7 @@ def model_of(spec: Spec) -> PreTrainedModel:
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 1024, "tie_word_embeddings": False,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, **spec.fields,
     }  # fmt: skip
-    if fields["num_attention_heads"] == 20:
+    if fields["num_attention_heads"] == 20 and "hidden_size" not in spec.fields:
         fields["hidden_size"] = 80
     config_type, model_type = (
         (DeepseekV2Config, DeepseekV2ForCausalLM) if spec.version == 2 else (DeepseekV3Config, DeepseekV3ForCausalLM)

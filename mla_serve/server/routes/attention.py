@@ -10,10 +10,10 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
+from mla_serve.pages import page_headers, render_page
 from mla_serve.selection import Decision, DecisionTable, default_table_path
 from mla_serve.selection.entry import host_of
 from mla_serve.server.answers import Decisions
-from mla_serve.server.pages import page_headers, render_page
 from mla_serve.server.state import State
 
 router = APIRouter(tags=["attention"])
