@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["check_schema"]
+__all__ = ["checked_schema"]
 
 DEEPEST = 64  # levels of a schema's text
 
 UNFOLLOWED = frozenset(
-    ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
-)
+    ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
+     "contains", "minContains", "maxContains")
+)  # fmt: skip
 # Of a schema with one of these xgrammar follows nothing else.
 ALONE = ("$ref", "anyOf", "oneOf", "allOf")
 REMARKS = frozenset(
@@ -32,10 +33,12 @@ OF_ONE = (
 )
 
 
-def check_schema(text: str) -> None:
-    """Raises ValueError, one sentence, for a text that is no JSON schema or asks for what would not be followed.
+def checked_schema(text: str) -> str:
+    """The schema as xgrammar is to have it. Raises ValueError, one sentence, for what is none or would not be followed.
 
-    `oneOf` is taken as `anyOf`, and a `format` that is not known is a remark, as the standard has it.
+    Objects have the properties that are named and no others, as OpenAI's strict mode demands; one that names none may have any,
+    and so may an array that says nothing about its items. A `pattern` is met as a whole. `oneOf` is taken as `anyOf`, and a
+    `format` that is not known is a remark, as the standard has it.
     """
     try:
         schema = json.loads(text)
@@ -47,6 +50,9 @@ def check_schema(text: str) -> None:
         raise ValueError(f"the JSON schema is nested deeper than {DEEPEST} levels")
     for each in _schemas(schema):
         _check_one(each)
+        if each.get("type") == "array" and not each.keys() & {"items", "prefixItems", *ALONE}:
+            each["items"] = True
+    return json.dumps(schema)
 
 
 def _check_one(schema: dict[str, Any]) -> None:
@@ -61,6 +67,15 @@ def _check_one(schema: dict[str, Any]) -> None:
         raise ValueError(
             "the JSON schema has 'pattern' beside a length, and only one of them can be followed; put it in the pattern"
         )
+    if schema.get("uniqueItems") not in (None, False):
+        raise ValueError("the JSON schema uses 'uniqueItems', which cannot be followed; say it another way")
+    if "multipleOf" in schema and schema.get("type") != "integer":
+        raise ValueError("the JSON schema uses 'multipleOf' of what is no integer, which cannot be followed")
+    required, properties = schema.get("required"), schema.get("properties", {})
+    if isinstance(required, list) and isinstance(properties, dict):
+        for name in required:
+            if not isinstance(name, str) or name not in properties:
+                raise ValueError(f"the JSON schema requires {name!r}, which is not among the properties beside it")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mla_serve.engine.base import Structured
 from mla_serve.engine.embedded.choices import Trie, TrieMatcher
-from mla_serve.engine.embedded.schemas import check_schema
+from mla_serve.engine.embedded.schemas import checked_schema
 from mla_serve.engine.embedded.sequence import Matcher, Sequence
 from mla_serve.engine.embedded.side_thread import Job, SideThread, TooBusy
 
@@ -36,7 +36,7 @@ MAX_TEXT = 128 * 1024  # bytes of a schema, an expression or a list of choices
 MAX_COMPILED = 256 * 2**20  # bytes of one compiled grammar
 CACHE = 256 * 2**20  # bytes of compiled grammars kept
 SPARE_THREADS = 2  # that may be lost to grammars which never end
-WHITESPACE = 32  # characters between two parts of a JSON text at most: a model may write blanks for ever
+WHITESPACE = 16  # characters between two parts of a JSON text at most: a model may write blanks for ever
 
 TOO_SLOW = "finding the tokens that fit this request's grammar takes too long, so it was ended; use a simpler grammar"
 DEAD_END = "no token of the model fits this request's grammar here, so it was ended; use another grammar"
@@ -76,6 +76,11 @@ class Grammars:
             return job.result()()
         except TooBusy:
             raise ValueError("the engine is busy with grammars that take too long to compile; try again later") from None
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a tokenizer or compiler raises, it is this request's alone
+            logger.exception("a grammar could not be compiled")
+            raise ValueError(f"the grammar cannot be compiled: {_plain(error)}") from None
 
     def fill(self, seqs: Iterable[Sequence]) -> Fill:
         """Begins to find which tokens fit next for those of `seqs` that have a grammar.
@@ -100,14 +105,11 @@ class Grammars:
             trie = _trie(tokenizer, structured.value, self._end_token_ids)
             return lambda: TrieMatcher(trie, self._end_token_ids)
         compiler = self._ensure_compiler()
-        if structured.kind == "json_schema":
-            check_schema(structured.value)
+        schema = checked_schema(structured.value) if structured.kind == "json_schema" else '{"type": "object"}'
         try:
             match structured.kind:
-                case "json_schema":
-                    compiled = compiler.compile_json_schema(structured.value, max_whitespace_cnt=WHITESPACE)
-                case "json_object":
-                    compiled = compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE)
+                case "json_schema" | "json_object":
+                    compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=WHITESPACE)
                 case "regex":
                     compiled = compiler.compile_regex(structured.value)
         except RuntimeError as error:
@@ -198,7 +200,11 @@ class _XGrammarMatcher:
         self._matcher.fill_next_token_bitmask(words[None])
 
     def accept(self, token: int) -> bool:
-        return bool(self._matcher.accept_token(token))
+        try:
+            return bool(self._matcher.accept_token(token))
+        except RuntimeError:
+            logger.exception("a grammar could not take a token")
+            return False
 
 
 def _fill(matcher: Matcher, words: Tensor) -> bool:
