@@ -92,7 +92,7 @@ def matches():
         ({"type": "number", "exclusiveMaximum": 3}, "2.5", "3"),
         ({"type": ["integer", "null"]}, "null", '"a"'),
         ({"enum": [1, "x", None]}, '"x"', "2"),
-        ({"const": {"a": [1]}}, '{"a": [1]}', '{"a": [2]}'),
+        ({"const": {"a": [1]}}, '{"a":[1]}', '{"a":[2]}'),
         ({"type": "string", "minLength": 2, "maxLength": 3}, '"客单"', '"客单价价"'),
         ({"type": "string", "pattern": "^a+$"}, '"aa"', '"ab"'),
         ({"type": "string", "format": "date"}, '"2026-01-31"', '"tomorrow"'),

@@ -60,7 +60,7 @@ class Scheduler:
         seed = request.sampling.seed
         seq = Sequence.of(request, seed=secrets.randbits(64) if seed is None else seed)
         seq.number, seq.end_token_ids, seq.matcher = next(self._numbers), self._eos, matcher
-        seq.arrived = seq.arrived if arrived is None else arrived
+        seq.arrived = time.monotonic() if arrived is None else arrived
         insort(self.waiting, seq, key=_rank)
 
     def find(self, request_id: str) -> Sequence | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,7 +57,7 @@ class Sequence:
     matcher: Matcher | None = None
     tally: Tally | None = None
     cached_tokens: int = 0
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float = 0.0
     started: float | None = None
     answered: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
