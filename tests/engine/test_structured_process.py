@@ -5,18 +5,10 @@ from contextlib import aclosing
 
 import pytest
 
-from mla_serve.engine.base import Request, Sampling, Structured
+from mla_serve.engine.base import Structured
 from mla_serve.engine.embedded import EmbeddedEngine
 from tests.engine.conftest import DEMO
-
-
-def request(name, prompt=(5, 6, 7), **sampling):
-    return Request(name, list(prompt), Sampling(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True} | sampling))
-
-
-async def collect(engine, asked):
-    steps = [step async for step in engine.generate(asked)]
-    return [token for step in steps for token in step.token_ids], steps[-1]
+from tests.engine.test_process import collect, idle, request, until
 
 
 def test_structured_output_through_the_process(settings, tokenizer):
@@ -46,8 +38,7 @@ def test_structured_output_through_the_process(settings, tokenizer):
             await engine.abort("gone")
             await waiting
             assert [step async for step in gone] == []
-            while (stats := await engine.stats()).running or stats.waiting or stats.kv_pages_free < stats.kv_pages_total:
-                await asyncio.sleep(0.02)
+            await until(idle(engine))
             return answers, await plain, first
         finally:
             await engine.shutdown()
