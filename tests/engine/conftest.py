@@ -1,12 +1,18 @@
 """One tiny random DeepSeek-V3 for all engine tests, and the settings to serve it with."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import mla_serve
+from mla_serve.engine.base import Request, Sampling, Structured
+from mla_serve.engine.embedded.core import EngineCore
 from mla_serve.engine.embedded.messages import EngineConfig
+from tests.engine.driver import Driver
 
+DEMO = Path(mla_serve.__file__).parent / "demo" / "model"
 VOCAB, EOS, MAX_LEN = 160, 1, 1024
 
 
@@ -51,5 +57,47 @@ def settings(checkpoint, tmp_path_factory):
             }
             | changes
         )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def demo(settings, one_thread):
+    """Makes a driver of a new core that serves the demo model."""
+
+    def make(**changes):
+        return Driver(EngineCore(settings(**{"model": str(DEMO), "dtype": "float32", "num_pages": 512} | changes)))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def driver(demo):
+    return demo()
+
+
+@pytest.fixture(scope="module")
+def asks(tokenizer):
+    """A request of the demo model: what it is asked, and the grammar it must follow."""
+
+    def make(name, kind=None, value="", text="What is the capital of France?", **sampling):
+        prompt = tokenizer.encode(f"<｜begin▁of▁sentence｜><｜User｜>{text}<｜Assistant｜>", add_special_tokens=False)
+        grammar = None if kind is None else Structured(kind, value if isinstance(value, str) else json.dumps(value))
+        return Request(name, prompt, Sampling(**{"max_tokens": 200, "temperature": 0.0, "structured": grammar} | sampling))
 
     return make

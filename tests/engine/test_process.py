@@ -359,7 +359,7 @@ def test_omp_num_threads_is_obeyed(monkeypatch):
 class OneLongStep:
     """A core whose only step takes 40 s by the clock it is given, one layer every second; then it is told to stop."""
 
-    prober = None
+    prober, compiling, take_compiled = None, False, dict
 
     def __init__(self, now):
         self.now, self.runner, self.measurer, self.stepped = now, SimpleNamespace(), SimpleNamespace(), False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from mla_serve.engine.embedded.limits import check_request
 from mla_serve.engine.embedded.messages import EngineConfig
 from mla_serve.engine.embedded.probing import PROBES, idle_probe
 from mla_serve.engine.embedded.runner import Runner
-from mla_serve.engine.embedded.sampler import sample
+from mla_serve.engine.embedded.sampler import describe, sample
 from mla_serve.engine.embedded.scheduler import Scheduler
-from mla_serve.engine.embedded.sequence import Sequence, Work
+from mla_serve.engine.embedded.sequence import Sampled, Sequence, Work
+from mla_serve.engine.embedded.side_thread import Job
+from mla_serve.engine.embedded.structured import Grammars, NewMatcher
 from mla_serve.errors import UserError
 from mla_serve.selection.idle import IdleProbe
 from mla_serve.selection.invariant import CHUNK
@@ -34,6 +37,14 @@ logger = logging.getLogger(__name__)
 
 USUAL_PAGE_SIZE = {False: 16, True: 64}  # on a CPU, on a GPU
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16")
+
+
+class _Compiling(NamedTuple):
+    """A request whose grammar is being compiled; `arrived` by the monotonic clock."""
+
+    request: Request
+    job: Job[NewMatcher]
+    arrived: float
 
 
 class EngineCore:
@@ -91,6 +102,8 @@ class EngineCore:
             dtype=self.runner.dtype,
             device=str(device),
         )
+        self.grammars = Grammars(config.model, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
+        self._compiling: dict[str, _Compiling] = {}
         self.prober: IdleProbe | None = None
         if config.probe == "idle" and config.policy == "measured":
             self.prober = idle_probe(
@@ -100,19 +113,47 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has something to compute."""
         return self.scheduler.has_work
 
+    @property
+    def compiling(self) -> bool:
+        """Whether requests wait for their grammars: call `take_compiled` soon."""
+        return bool(self._compiling)
+
     def add(self, request: Request) -> None:
-        """Queues a request. Raises ValueError if it can never run or its id is in use."""
+        """Queues a request, or has its grammar compiled first. Raises ValueError if it can never run or its id is in use."""
         if self.prober is not None:
             self.prober.pause()  # before anything else: it has the cores that this request needs
         check_request(request, self.info)
-        if self.scheduler.find(request.id) is not None:
+        if request.id in self._compiling or self.scheduler.find(request.id) is not None:
             raise ValueError(f"a request with the id {request.id!r} is running; give each its own")
-        self.scheduler.add(request)
+        structured = request.sampling.structured
+        if structured is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[request.id] = _Compiling(request, self.grammars.compile(structured), time.monotonic())
+
+    def take_compiled(self) -> dict[str, str]:
+        """Queues the requests whose grammars are compiled by now; request id and sentence of those that cannot be followed."""
+        refused: dict[str, str] = {}
+        for name, (request, job, arrived) in list(self._compiling.items()):
+            try:
+                matcher = self.grammars.finished(job)
+            except ValueError as error:
+                refused[name] = str(error)
+            else:
+                if matcher is None:
+                    continue
+                self.scheduler.add(request, matcher=matcher, arrived=arrived)
+            del self._compiling[name]
+        return refused
 
     def abort(self, request_id: str) -> Step | None:
         """Ends a request and frees its pages; its last Step, or None if there is no such request."""
+        if (held := self._compiling.pop(request_id, None)) is not None:
+            held.job.cancelled = True
+            return Step(request_id, [], len(held.request.prompt_token_ids), 0, finish_reason="abort")
         seq = self.scheduler.find(request_id)
         return None if seq is None else self.scheduler.abort(seq)
 
@@ -138,21 +179,29 @@ class EngineCore:
     def step(self) -> list[Step]:
         """Computes one batch and returns what is new: at most one Step per request."""
         works = self.scheduler.schedule()
+        fill = self.grammars.fill(work.seq for work in works if work.samples)
         works, logits, failed = self._run(works)
-        sampled = sample(logits, [work.seq for work in works if work.samples])
+        logits = self._tell_prompts(works, logits)
+        masks, faults = fill.take()
+        sampling = [work.seq for work in works if work.samples]
+        sampled: list[Sampled | str | None] = [*sample(logits, sampling, masks)]
+        if faults:
+            sampled = [faults.get(seq, pick) for seq, pick in zip(sampling, sampled, strict=True)]
         return failed + self.scheduler.advance(works, sampled)
 
     def stats(self) -> Stats:
         scheduler, pages = self.scheduler, self.scheduler.pages
         return Stats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self._compiling),
             kv_cache_usage=1 - pages.num_free / pages.num_pages,
             kv_pages_total=pages.num_pages,
             kv_pages_free=pages.num_free,
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=scheduler.generated_tokens,
             preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
         )
 
     def _page_size(self, config: EngineConfig, model: ModelConfig, dtype: DType | None) -> int:
@@ -164,6 +213,22 @@ class EngineCore:
     def decisions(self) -> list[dict[str, Any]]:
         """The kernel decisions in force, as `Decision.to_json` gives them."""
         return [decision.to_json() for decision in self.runner.bound.decisions()]
+
+    def _tell_prompts(self, works: list[Work], logits: Tensor) -> Tensor:
+        """Keeps the log-probabilities of the prompts that ask for theirs; of `logits`, the rows to sample from."""
+        told = [(work, work.told) for work in works]
+        if not any(positions for _, positions in told):
+            return logits
+        at, keep = 0, []
+        for work, positions in told:
+            seq, end = work.seq, at + len(positions)
+            if positions:
+                follow = torch.tensor(seq.token_ids[positions.start + 1 : positions.stop + 1], device=logits.device)
+                counts = [seq.request.sampling.prompt_logprobs or 0] * len(positions)
+                seq.prompt_logprobs += describe(logits[at:end], follow, counts)
+            keep += [end] * work.samples
+            at = end + work.samples
+        return logits[keep]
 
     def _run(self, works: list[Work]) -> tuple[list[Work], Tensor, list[Step]]:
         """The works that were computed, their logits, and the last Steps of requests whose work cannot be computed.

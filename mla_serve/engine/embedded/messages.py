@@ -119,4 +119,12 @@ def merge(earlier: Step, later: Step) -> Step:
         logprobs = later.logprobs
     elif later.logprobs is not None:
         logprobs.extend(later.logprobs)
-    return msgspec.structs.replace(later, token_ids=earlier.token_ids, logprobs=logprobs)
+    return msgspec.structs.replace(
+        later,
+        token_ids=earlier.token_ids,
+        logprobs=logprobs,
+        # Only the first Step has these, so never both.
+        prompt_logprobs=later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs,
+        queue_seconds=later.queue_seconds if earlier.queue_seconds is None else earlier.queue_seconds,
+        prefill_seconds=later.prefill_seconds if earlier.prefill_seconds is None else earlier.prefill_seconds,
+    )

@@ -30,6 +30,7 @@ logger = logging.getLogger("mla_serve.engine")
 
 HEARTBEAT = 0.5  # seconds between messages of an idle engine
 RETRY = 0.01  # seconds until a full socket is tried again
+COMPILING = 0.001  # seconds between looks at grammars that are being compiled
 UNSENT = 64  # messages that wait in the socket before Steps are merged here
 
 
@@ -98,7 +99,8 @@ def serve(core: EngineCore, link: Link) -> None:
         core.measurer.waiting = beat
     while True:
         ended: list[Step] = []
-        for message in link.receive(0 if core.has_work else RETRY if link.full else HEARTBEAT):
+        patience = COMPILING if core.compiling else RETRY if link.full else HEARTBEAT
+        for message in link.receive(0 if core.has_work else patience):
             match message:
                 case m.Add(request):
                     try:
@@ -113,10 +115,12 @@ def serve(core: EngineCore, link: Link) -> None:
                 case m.Stop():
                     core.close()
                     return
+        for id, reason in core.take_compiled().items():
+            link.reply(m.Refused(id, reason))
         steps: list[Step] = []
         if core.has_work:
             steps = core.step()
-        else:
+        elif not core.compiling:
             core.rest()
         link.turn(ended + steps, core.stats())
         link.flush()

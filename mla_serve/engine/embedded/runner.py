@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,14 +112,14 @@ class Runner:
         """Computes one step; latents go to the pages of each work's sequence.
 
         Works of one token with something before it run absorbed if they come first; all others run un-absorbed. Returns float32
-        logits [rows, vocab], one row per work that samples, in order, or one per computed token if `all_positions`.
+        logits [rows, vocab], one row per position that a work wants, in order, or one per computed token if `all_positions`.
         """
         tokens, positions, slots = self._flat(work)
         step = self._step(work, positions, slots)
         rows = None
         if not all_positions:
-            ends = np.cumsum([w.count for w in work]) - 1
-            wanted = [int(end) for end, w in zip(ends, work, strict=True) if w.samples]
+            starts = accumulate((w.count for w in work), initial=0)
+            wanted = [at + position - w.start for at, w in zip(starts, work, strict=False) for position in w.wanted]
             if len(wanted) < len(tokens):
                 rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         return self._model(tokens, self._cache, step, rows, self.progress)
