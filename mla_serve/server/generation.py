@@ -70,14 +70,14 @@ class Choice:
             # The protocol promises that closing the iterator aborts the request, so it is a generator.
             steps = cast(AsyncGenerator[Step, None], engine.generate(self.request))
         except ValueError as error:
-            raise bad_request(str(error)) from error
+            raise _refused(error) from error
         watch = self._metrics.watch()
         async with aclosing(steps):
             while True:
                 try:
                     step = await anext(steps)
                 except ValueError as error:
-                    raise bad_request(str(error)) from error
+                    raise _refused(error) from error
                 except StopAsyncIteration:
                     raise RequestFailedError("it ended without a finish reason") from None
                 watch.step(step)
@@ -120,6 +120,12 @@ class Choice:
         tokens, self._tokens = self._tokens, []
         told, self._prompt_logprobs = self._prompt_logprobs, None
         return Delta(self.index, text, tokens, self._count, finish_reason, stop_reason, self._cached, told)
+
+
+def _refused(error: ValueError) -> ApiError:
+    """The engine's reason as a sentence."""
+    reason = str(error).rstrip(".")
+    return bad_request(f"{reason[:1].upper()}{reason[1:]}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ def refused(response: httpx.Response, status: int = 400, param: str | None = Non
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     if param is not None:
-        assert error["param"] == param
-        assert param in error["message"]
+        assert error["param"].startswith(param)
+        assert error["param"] in error["message"]
     message: str = error["message"]
     assert message.endswith(".")
     return message

@@ -25,7 +25,13 @@ TEXTS = ["客单价", "👩‍👩‍👧", "ďábel", "<think>x</think>y", "<�
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_choice_comes_out_literally(server: Server, text: str, stream: bool) -> None:
-    body = {"prompt": "x", "structured_outputs": {"choice": [text]}, "max_tokens": 200, "logprobs": 1}
+    body = {
+        "prompt": "x",
+        "structured_outputs": {"choice": [text]},
+        "max_tokens": 200,
+        "logprobs": 1,
+        "skip_special_tokens": False,
+    }
     if not stream:
         choice = server.complete(**body)["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")

@@ -9,6 +9,8 @@ from typing import Any
 __all__ = ["checked_schema"]
 
 DEEPEST = 64  # levels of a schema's text
+LONGEST = 100_000  # characters of a string's bounds
+CHARACTER = r'[^"\\\x00-\x1f]'  # of a JSON string, between its quotes; an escape is not offered
 
 UNFOLLOWED = frozenset(
     ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
@@ -50,9 +52,26 @@ def checked_schema(text: str) -> str:
         raise ValueError(f"the JSON schema is nested deeper than {DEEPEST} levels")
     for each in _schemas(schema):
         _check_one(each)
+        _bound_strings(each)
         if each.get("type") == "array" and not each.keys() & {"items", "prefixItems", *ALONE}:
             each["items"] = True
     return json.dumps(schema)
+
+
+def _bound_strings(schema: dict[str, Any]) -> None:
+    """Lengths become a pattern: for a bounded string xgrammar would let control characters through, which JSON does not."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if schema.get("type") != "string" or schema.keys().isdisjoint({"minLength", "maxLength"}):
+        return
+    if not (_whole(least) and (most is None or (_whole(most) and least <= most))):
+        raise ValueError("the JSON schema bounds a string by lengths that are no whole numbers, or that leave no string")
+    schema.pop("minLength", None)
+    schema.pop("maxLength", None)
+    schema["pattern"] = f"^{CHARACTER}{{{least},{'' if most is None else most}}}$"
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LONGEST
 
 
 def _check_one(schema: dict[str, Any]) -> None:
