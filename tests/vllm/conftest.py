@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,18 @@ QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "MLA_SERVE_DEFAULT": "1", "MLA_SERVE_POLICY": "availability",
 }  # fmt: skip
 
+LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
 Case = Callable[..., dict[str, Any]]
+
+
+def calls(found: dict[str, Any], phase: str) -> Counter[str]:
+    """Calls by layer (by "" for prefill, which one object serves) of one phase, whatever the kernel."""
+    total: Counter[str] = Counter()
+    for key, number in found["counts"].items():
+        of, _, layer = key.split(" ")
+        if of == phase:
+            total[layer] += number
+    return total
 
 
 @pytest.fixture(scope="session")
