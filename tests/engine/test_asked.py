@@ -206,7 +206,7 @@ def test_lower_priority_numbers_start_first_and_equals_by_arrival():
 
 def test_the_least_urgent_gives_way_first_then_the_newest():
     """Also where the urgent ones came, and started, last."""
-    engine = Engine(num_pages=12, max_requests=4, max_tokens=32, prefix_cache=False)
+    engine = Engine(num_pages=14, max_requests=4, max_tokens=32, prefix_cache=False)
     order = zip("abcd", (1, 1, 0, 0), strict=True)
     requests = [ranked(name, [i + 1] * 7, priority, 16) for i, (name, priority) in enumerate(order)]
     gone, preempt = [], engine.scheduler._preempt
