@@ -205,15 +205,18 @@ def test_lower_priority_numbers_start_first_and_equals_by_arrival():
 
 
 def test_the_least_urgent_gives_way_first_then_the_newest():
-    engine = Engine(num_pages=12, max_requests=4, max_tokens=32, prefix_cache=False)
-    requests = [
-        ranked(name, [i + 1] * 7, priority, 16) for i, (name, priority) in enumerate(zip("abcd", (1, 0, 1, 0), strict=True))
-    ]
-    engine.add(*requests)
+    """Also where the urgent ones came, and started, last."""
+    engine = Engine(num_pages=14, max_requests=4, max_tokens=32, prefix_cache=False)
+    order = zip("abcd", (1, 1, 0, 0), strict=True)
+    requests = [ranked(name, [i + 1] * 7, priority, 16) for i, (name, priority) in enumerate(order)]
     gone, preempt = [], engine.scheduler._preempt
     engine.scheduler._preempt = lambda: gone.append(preempt()) or gone[-1]
+    for each in requests:
+        engine.add(each)
+        engine.step()
+    assert len(engine.scheduler.running) == 4
     engine.run()
-    assert [seq.id for seq in gone[:2]] == ["c", "a"]
+    assert [seq.id for seq in gone[:2]] == ["b", "a"]
     assert engine.tokens == {each.id: answer(each) for each in requests}
 
 

@@ -45,11 +45,11 @@ class Gate:
 
     def __init__(self, function, when):
         self.function, self.when = function, when
-        self.open, self.reached = threading.Event(), threading.Event()
+        self.open, self.calls = threading.Event(), []
 
     def __call__(self, *args):
+        self.calls.append(args)
         if self.when(*args):
-            self.reached.set()
             assert self.open.wait(60)
         return self.function(*args)
 
@@ -71,7 +71,8 @@ def test_others_go_on_while_a_grammar_is_compiled(demo, tokenizer, asks, monkeyp
     assert (driver.last("gone").finish_reason, driver.last("gone").token_ids) == ("abort", [])
     assert driver.core.stats().waiting == 1
     gate.open.set()
-    driver.run()
+    driver.run(asks("after", "choice", ["Rom"]))
+    assert [structured.value for (structured,) in gate.calls] == ['["Paris"]', '["Rom"]'], "nobody waits for Rome"
     assert tokenizer.decode(driver.tokens("slow")[:-1]) == "Paris"
     assert driver.steps["slow"][0].queue_seconds > 0
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_serve.engine.base import Request
 from tests.engine.fake_runner import Engine, answer, request
 
 
@@ -201,7 +202,8 @@ def scripts(draw):
             length = draw(st.integers(1, min(12, limit - 1)))
             # Few different tokens, so that prefixes meet.
             prompt = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-            events.append(("add", request(i, prompt, max_tokens=draw(st.integers(1, min(12, limit - length))))))
+            plain = request(i, prompt, max_tokens=draw(st.integers(1, min(12, limit - length))))
+            events.append(("add", Request(plain.id, prompt, plain.sampling, draw(st.sampled_from([0, 0, 1, -1])))))
             if kind == "broken":
                 broken.add(str(i))
     return pool, events, broken
@@ -225,8 +227,9 @@ def test_any_history_ends_with_the_right_tokens_and_all_pages_free(script):
             for _ in range(value):
                 if engine.scheduler.has_work:
                     engine.step()
-        lines = [*engine.scheduler.running, *engine.scheduler.waiting]
-        assert [seq.id for seq in lines] == sorted((seq.id for seq in lines), key=int), "someone jumped the line"
+        for line in (engine.scheduler.running, engine.scheduler.waiting):
+            ranks = [(seq.request.priority, int(seq.id)) for seq in line]
+            assert ranks == sorted(ranks), "someone jumped the line"
     engine.run()
     assert engine.pages.num_free == pool["num_pages"]
     assert engine.ends.keys() == requests.keys()

@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from mla_serve.engine.base import Request, Sampling, Structured
 from mla_serve.engine.embedded.core import EngineCore
+from mla_serve.engine.embedded.structured import Grammars
 from tests.engine.conftest import DEMO
 from tests.engine.driver import Driver
 
@@ -210,3 +213,18 @@ assert "xgrammar" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=None, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("kind", "value"), [("regex", "ab"), ("choice", '["ab"]'), ("json_schema", '{"const": "ab"}')])
+def test_a_model_without_end_tokens_ends_where_the_grammar_is_complete(tokenizer, kind, value):
+    grammars = Grammars(str(DEMO), vocab_size=len(tokenizer), end_token_ids=[])
+    job = grammars.compile(Structured(kind, value))
+    while (matcher := grammars.finished(job)) is None:
+        time.sleep(0.001)
+    said = []
+    while not matcher.terminated:
+        words = torch.zeros(-(-len(tokenizer) // 32), dtype=torch.int32)
+        matcher.fill(words)
+        said.append(next(i for i in range(len(tokenizer)) if words[i // 32].item() >> (i % 32) & 1))
+        assert matcher.accept(said[-1])
+    assert tokenizer.decode(said).strip('"') == "ab"

@@ -138,7 +138,7 @@ class Grammars:
                 raise ValueError(f"this kind of structured output needs xgrammar, which cannot be imported: {error}") from None
 
             tokenizer = self._ensure_tokenizer()
-            found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=self._end_token_ids)
+            found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=self._end_token_ids or None)
             spelled = [bytes(token) for token in found.decoded_vocab][: self._vocab_size]
             for token in _special_ids(tokenizer):
                 if token < len(spelled):
