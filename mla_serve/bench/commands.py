@@ -46,11 +46,15 @@ def serve(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 256,
     output_tokens: Annotated[int, typer.Option(min=1)] = 64,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each side.")] = 2,
+    layers: Annotated[bool, typer.Option("--layers", help="What HTTP costs: the same engine with it and without.")] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Output tokens per second of this server, over HTTP, beside a peer's on the same requests."""
+    import asyncio
+
     from mla_serve.bench.checkpoint import make_checkpoint
+    from mla_serve.bench.layers import measure
     from mla_serve.bench.serve import Load, against_transformers
 
     if against != "transformers":
@@ -60,9 +64,14 @@ def serve(
         directory = model or Path(scratch)
         if model is None:
             make_checkpoint(directory)
-        result = against_transformers(directory, load, _note)
+        result = asyncio.run(measure(directory, load, _note)) if layers else against_transformers(directory, load, _note)
     _report(result, out, as_json=as_json)
     if as_json:
+        return
+    if layers:
+        print(f"HTTP adds {result['first_token_added_ms']:.2f} ms to the median time to the first token", end=" ")
+        print(f"({result['first_token_ms']['engine']:.2f} ms without it)")
+        print(f"and takes {result['throughput_lost']:.1%} of {result['tokens_per_s']['engine']:.1f} tokens/s")
         return
     rates, faster, equal = result["tokens_per_s"], result["times_faster"], result["tokens_equal"]
     print(f"mla_serve over HTTP            {rates['mla_serve']:8.1f} tokens/s")

@@ -127,7 +127,7 @@ async def _warm_up(engine: Engine) -> None:
         raise UserError(f"the engine ended over its first tokens: {error}") from error
 
 
-class _Uvicorn(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without its own signal handlers, since a signal drains first; `listening` is set once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -182,7 +182,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
 async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, signals: _Signals) -> int:
     """Answers requests until a signal or the engine's death; the exit status."""
     state: ServerState = app.state.server
-    server = _Uvicorn(
+    server = UvicornServer(
         uvicorn.Config(
             app, http=BoundedHttp, ws="none", lifespan="off", loop="none", log_config=None, access_log=False,
             timeout_keep_alive=KEEP_ALIVE,
