@@ -68,6 +68,9 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may call from a browser; may be repeated.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector (OTLP over HTTP) that gets a span per request.")
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the start as one JSON line.")] = False,
 ) -> None:
@@ -154,6 +157,7 @@ def serve(
         reasoning=reasoning,
         api_keys=read_api_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
+        otlp_endpoint=otlp_endpoint,
         drain_timeout=drain_timeout,
         json_start=as_json,
     )

@@ -20,6 +20,7 @@ from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
 from mla_serve.server.streaming import ClientGoneError
 from mla_serve.server.text import Tokenizer
+from mla_serve.server.tracing import Tracing, TracingLayer
 
 STATUSES = {
     400: "The request is wrong; the message names the field.",
@@ -58,6 +59,10 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     Raises UserError for a model directory whose tokenizer or generation_config.json cannot be used.
     """
     middleware = [Middleware(RequestLog)]
+    tracing = None
+    if settings.otlp_endpoint is not None:
+        tracing = Tracing(settings.otlp_endpoint, settings.model_name)
+        middleware.append(Middleware(TracingLayer, tracing=tracing))
     if settings.allow_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -78,6 +83,7 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
         settings=settings,
         tokenizer=tokenizer or Tokenizer.load(settings.model_dir, settings.chat_template),
         defaults=GenerationDefaults.from_dir(settings.model_dir),
+        tracing=tracing,
     )
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _nobody_reads)

@@ -225,6 +225,8 @@ async def _run(app: FastAPI, settings: ServerSettings, listener: socket.socket, 
         for task in (serving, death, first, second):
             task.cancel()
         await asyncio.gather(serving, death, first, second, return_exceptions=True)
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.shutdown)
 
 
 async def _watch(state: ServerState) -> None:

@@ -27,6 +27,7 @@ class ServerSettings:
     its engine has died. `request_timeout` bounds a request from its body to its last token.
     `tool_format` is a name of `parsers.TOOL_FORMATS`, "none", or "auto": what the chat template writes. `reasoning` "on" or
     "off" says whether `<think>` is told apart from the answer, "auto" does where the chat template knows it.
+    `otlp_endpoint` is the address of an OpenTelemetry collector that takes OTLP over HTTP.
     `allow_origins` are the web pages' origins that a browser may call from (CORS); none by default.
     `json_start` prints the start as one JSON line in place of the lines for people.
     """
@@ -48,6 +49,7 @@ class ServerSettings:
     tool_format: str = "auto"
     reasoning: str = "auto"
     allow_origins: tuple[str, ...] = ()
+    otlp_endpoint: str | None = None
     json_start: bool = False
 
     @property

@@ -18,6 +18,7 @@ from mla_serve.server.formats import AnswerFormats
 from mla_serve.server.metrics import Metrics
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.text import Tokenizer
+from mla_serve.server.tracing import Tracing
 
 RETRY = {"Retry-After": "1"}
 
@@ -33,6 +34,7 @@ class ServerState:
     settings: ServerSettings
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     open: int = 0
     draining: bool = False
