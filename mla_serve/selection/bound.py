@@ -65,8 +65,17 @@ class BoundSelector:
     `limits`: workspaces and padded buffers are large, and Plans, which share nothing, carry what a step needs.
     """
 
-    def __init__(self, selector: Selector, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits) -> None:
-        self.dims, self.dtype, self.page_size, self.limits = dims, dtype, page_size, limits
+    def __init__(
+        self,
+        selector: Selector,
+        dims: MLADims,
+        *,
+        dtype: DType,
+        page_size: int,
+        limits: Limits,
+        cache_dtype: DType | None = None,
+    ) -> None:
+        self.dims, self.dtype, self.page_size, self.limits, self.cache_dtype = dims, dtype, page_size, limits, cache_dtype
         self._selector = selector
         self._kernels: dict[tuple[int, ...], Kernel] = {}
         self._states: dict[tuple[str, Padding | None, AttentionShape], tuple[Backend, State]] = {}
@@ -85,9 +94,12 @@ class BoundSelector:
         kernel = self._kernels.get(key)
         return kernel if kernel is not None else self._bind(key)
 
-    def decode(self, batch: int, kv_tokens: int, *, ragged: bool, q_len: int = 1) -> Kernel:
-        """For `q_len` new tokens per request on the cache, themselves included; `ragged`: the longest over twice the mean."""
-        key = (2, (batch - 1).bit_length(), ((kv_tokens - 1) // batch).bit_length(), ragged, q_len)
+    def decode(self, batch: int, kv_tokens: int, *, ragged: bool, q_len: int = 1, graph: bool = False) -> Kernel:
+        """For `q_len` new tokens per request on the cache, themselves included; `ragged`: the longest over twice the mean.
+
+        `graph`: to be captured in a CUDA graph and replayed.
+        """
+        key = (2, (batch - 1).bit_length(), ((kv_tokens - 1) // batch).bit_length(), ragged, q_len, graph)
         kernel = self._kernels.get(key)
         return kernel if kernel is not None else self._bind(key)
 
@@ -148,7 +160,7 @@ class BoundSelector:
         if phase == 1:
             q, kv = rest
             return AttentionShape.context(self.dims, batch=1 << batch, q_len=1 << q, kv_len=1 << kv, dtype=self.dtype)
-        kv, ragged, q_len = rest
+        kv, ragged, q_len, graph = rest
         return AttentionShape.decode(
             self.dims,
             batch=1 << batch,
@@ -157,6 +169,8 @@ class BoundSelector:
             page_size=self.page_size,
             q_len=q_len,
             ragged=bool(ragged),
+            cache_dtype=self.cache_dtype,
+            graph=bool(graph),
         )
 
 

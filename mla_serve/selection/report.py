@@ -83,6 +83,25 @@ def render_table(decisions: Iterable[Decision], console: Console | None = None) 
     _print(console or Console(), header, rows, styles)
 
 
+def choices(decisions: Iterable[Decision]) -> str:
+    """A log's table, one line per decision: bucket, kernel, padding, its time, the runner-up and its, why."""
+    header = ("bucket", "kernel", "padding", "run ms", "runner-up", "reason")
+    rows = [header]
+    for decision in decisions:
+        chosen, shape = decision.chosen, decision.bucket.shape
+        timed = [row for row in decision.candidates if row.ms is not None and row is not chosen]
+        second = min(timed, key=lambda row: row.cost(decision.layers) or 0.0, default=None)
+        why = decision.note or (chosen.reason if chosen is not None else None) or decision.policy
+        if decision.policy == "measured" and chosen is not None and not decision.note:
+            why = f"measured, {_against(decision, chosen)}"
+        rows.append((
+            str(decision.bucket), decision.winner, describe(shape, decision.padding) if decision.padding else "native",
+            _ms(chosen.ms if chosen else None), "" if second is None else f"{second.label} {_ms(second.ms)}", why,
+        ))  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
 def _missing(candidates: Sequence[CandidateResult]) -> dict[str, list[str]]:
     """Names of unavailable kernels by reason."""
     found: dict[str, list[str]] = {}

@@ -168,9 +168,11 @@ class Selector:
         """Ends the process that measures, where there is one."""
         self.measurer.close()
 
-    def bind(self, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits) -> BoundSelector:
+    def bind(
+        self, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits, cache_dtype: DType | None = None
+    ) -> BoundSelector:
         """The look-up of one model on this device; kernels are decided and prepared when first asked for."""
-        return BoundSelector(self, dims, dtype=dtype, page_size=page_size, limits=limits)
+        return BoundSelector(self, dims, dtype=dtype, page_size=page_size, limits=limits, cache_dtype=cache_dtype)
 
     def backend_of(self, decision: Decision) -> Backend:
         """The kernel of a decision, in its padded form where it has one."""
