@@ -207,7 +207,7 @@ def probe(
 
 
 def _write_report(path: Path, decisions: Sequence[Decision], *, subject: str) -> None:
-    from mla_serve.server.pages import render_page
+    from mla_serve.pages import render_page
 
     try:
         path.write_text(render_page((), decisions, subject=subject), encoding="utf-8")

@@ -12,7 +12,10 @@ from typing import Any, Literal, cast
 from mla_serve.errors import UserError
 from mla_serve.selection.pins import parse_pins
 
-__all__ = ["PREFIX", "Settings", "takes_default"]
+__all__ = ["PREFIX", "RPC", "Settings", "takes_default"]
+
+RPC = "mla_serve_attention"
+"""What vLLM's workers answer to, by `collective_rpc`, once a layer of ours was made there."""
 
 PREFIX = "MLA_SERVE_"
 POLICIES = ("measured", "availability")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mla_serve.selection import BoundSelector, Decision, DecisionTable, Kernel, 
 from mla_serve.selection.probe import grid
 from mla_serve.shapes import AttentionShape, DType, MLADims, Phase
 from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.config import Settings
+from mla_serve.vllm_plugin.config import RPC, Settings
 from mla_serve.vllm_plugin.table import own_decisions
 
 __all__ = ["Deployment", "Planned", "deployments"]
@@ -178,7 +179,17 @@ class Deployment:
 def _deployment(settings: Settings, device: torch.device, size: Size) -> Deployment:
     deployment = Deployment(settings, device, size)
     _LIVE.append(deployment)
+    compat.offer_to_workers(RPC, _snapshot)
     return deployment
+
+
+def _snapshot(_: Any) -> str:
+    """A worker's answer to RPC: JSON, the decisions in force and the counts of all its deployments."""
+    live = deployments()
+    return json.dumps({
+        "decisions": [decision.to_json() for deployment in live for decision in deployment.decisions()],
+        "counts": [deployment.counts.to_json() for deployment in live],
+    })
 
 
 def deployments() -> list[Deployment]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-NEW_TOKENS = 24
-PLUGIN = "mla_serve.vllm_plugin"
+NEW_TOKENS = 12
 
 
 def plug_in(**settings: str) -> None:
@@ -50,13 +50,47 @@ def engine(model: Path, **settings: Any) -> Any:
     )
 
 
+def keep_on_cpu(*, chunked: bool, prefix_cache: bool, budget: int | None = None) -> None:
+    """Engines made from now on have chunked prefill and prefix caching as said, which vLLM switches off for MLA on a CPU.
+
+    `budget` is the tokens of one step. It wraps vLLM's platform: for tests only.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not hasattr(CpuPlatform, "settled"):
+        CpuPlatform.settled = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls: Any, config: Any) -> None:
+        CpuPlatform.settled(cls, config)
+        if config.model_config is None or not config.model_config.use_mla:
+            return
+        config.scheduler_config.enable_chunked_prefill = chunked
+        config.cache_config.enable_prefix_caching = prefix_cache
+        if budget is not None:
+            config.scheduler_config.max_num_batched_tokens = budget
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
 def greedy(llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     """The next tokens of each prompt, all prompts in one batch."""
+    return [tokens for tokens, _, _ in answers(llm, prompts, new_tokens)]
+
+
+def answers(
+    llm: Any, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS
+) -> list[tuple[list[int], list[float], int]]:
+    """Of each prompt, all in one batch: the next tokens, their log-probabilities, and how many prompt tokens were cached."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=1)
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    found = []
+    for output in outputs:
+        tokens = list(output.outputs[0].token_ids)
+        logprobs = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        found.append((tokens, logprobs, output.num_cached_tokens or 0))
+    return found
 
 
 @torch.inference_mode()
@@ -69,33 +103,35 @@ def expected(model: Path, prompts: Sequence[Sequence[int]], new_tokens: int = NE
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         out = net.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=2
         )
         found.append(out[0, ids.shape[1] :].tolist())
     return found
 
 
-def counts() -> dict[str, Any]:
-    """How often each kernel of the one deployment in this process was planned and run."""
+def counts() -> dict[str, dict[str, int]]:
+    """How often kernels of ours were planned, by phase, and run, by phase and layer, in this process so far."""
     from mla_serve.vllm_plugin.deployment import deployments
 
-    (deployment,) = deployments()
-    return deployment.counts.to_json()
+    steps: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    for deployment in deployments():
+        for (phase, _), count in deployment.counts.steps.items():
+            steps[phase] += count
+        for (phase, _, layer), count in deployment.counts.runs.items():
+            runs[f"{phase} {layer}".strip()] += count
+    return {"steps": dict(steps), "runs": dict(runs)}
 
 
-def classes(llm: Any) -> list[dict[str, Any]]:
-    """Of each attention layer: its classes, and what they inherit from vLLM."""
+def bases(llm: Any) -> list[list[str]]:
+    """Of each attention layer: the classes of its impl and, where it has one, its prefill, with all that they inherit."""
 
-    def look(model: torch.nn.Module) -> list[dict[str, Any]]:
+    def look(model: torch.nn.Module) -> list[list[str]]:
+        layers = [layer for layer in model.modules() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")]
+        parts = [[layer.impl, getattr(layer, "prefill_backend", None)] for layer in layers]
         return [
-            {
-                "layer": layer.layer_name,
-                "impl": type(layer.impl).__module__,
-                "prefill": type(layer.prefill_backend).__module__,
-                "bases": [base.__name__ for cls in (type(layer.impl), type(layer.prefill_backend)) for base in cls.__mro__],
-            }
-            for layer in model.modules()
-            if hasattr(layer, "impl") and hasattr(layer, "kv_cache")
+            [f"{base.__module__}.{base.__name__}" for part in pair if part is not None for base in type(part).__mro__]
+            for pair in parts
         ]
 
     return llm.apply_model(look)[0]

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
-from tests.vllm.inside import classes, counts, engine, expected, greedy, plug_in, report
+from tests.vllm.inside import bases, counts, engine, expected, greedy, plug_in, report
 
 plug_in()
 
 
-def main(name: str) -> None:
-    from tests.parity.checkpoints import BY_NAME, build
-    from tests.parity.reference import prompt
+def main(name: str, directory: str) -> None:
+    from tests.parity.reference import PROMPTS, prompt
+    from tests.vllm.checkpoints import write
 
-    model = build(BY_NAME[name], Path(tempfile.mkdtemp()))
-    prompts = [prompt(length) for length in (2, 4, 30, 121)]
+    model = write(name, directory)
+    prompts = [prompt(length) for length in PROMPTS]
     theirs = expected(model, prompts)
-    llm = engine(model)
+    llm = engine(model, max_model_len=1024)
     ours = greedy(llm, prompts)
-    report(ours=ours, theirs=theirs, counts=counts(), classes=classes(llm))
+    report(ours=ours, theirs=theirs, counts=counts(), bases=bases(llm))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

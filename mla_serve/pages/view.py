@@ -10,7 +10,7 @@ from mla_serve.selection.decision import CandidateResult, Decision
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.paddings import describe
 from mla_serve.selection.report import decision_sentence
-from mla_serve.server.pages.chart import Chart, chart
+from mla_serve.pages.chart import Chart, chart
 from mla_serve.shapes import AttentionShape, Phase
 
 STEPS = (1.02, 1.1, 1.5, 2.0, 4.0, 10.0)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from mla_serve.server.pages import render_page
+from mla_serve.pages import render_page
 from tests.server.conftest import Server
-from tests.server.pages.sample import EVIL, decisions
+from tests.pages.sample import EVIL, decisions
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

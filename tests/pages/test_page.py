@@ -9,12 +9,12 @@ import pytest
 
 from mla_serve.cli import main
 from mla_serve.selection.decision import Decision
-from mla_serve.server.pages import page_headers, render_page
-from mla_serve.server.pages.chart import chart
-from mla_serve.server.pages.view import Win, make_view
+from mla_serve.pages import page_headers, render_page
+from mla_serve.pages.chart import chart
+from mla_serve.pages.view import Win, make_view
 from tests.selection.fakes import a_decision, prefill
 from tests.server.conftest import Server
-from tests.server.pages.sample import EVIL, HERE, decisions
+from tests.pages.sample import EVIL, HERE, decisions
 
 
 class Tags(HTMLParser):
