@@ -13,9 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from mla_serve import __version__
-from mla_serve.selection.decision import Decision
 from mla_serve.pages.chart import ms
 from mla_serve.pages.view import HOWS, STEPS, make_view
+from mla_serve.selection.decision import Decision
 
 _HERE = Path(__file__).parent
 

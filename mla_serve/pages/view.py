@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from mla_serve.pages.chart import Chart, chart
 from mla_serve.selection.decision import CandidateResult, Decision
 from mla_serve.selection.fingerprint import Fingerprint
 from mla_serve.selection.paddings import describe
 from mla_serve.selection.report import decision_sentence
-from mla_serve.pages.chart import Chart, chart
 from mla_serve.shapes import AttentionShape, Phase
 
 STEPS = (1.02, 1.1, 1.5, 2.0, 4.0, 10.0)

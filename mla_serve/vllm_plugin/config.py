@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mla_serve.errors import UserError
-from mla_serve.selection.pins import parse_pins
 
-__all__ = ["PREFIX", "RPC", "Settings", "takes_default"]
+__all__ = ["PREFIX", "RPC", "Settings", "logger", "takes_default"]
 
 RPC = "mla_serve_attention"
 """What vLLM's workers answer to, by `collective_rpc`, once a layer of ours was made there."""
 
 PREFIX = "MLA_SERVE_"
+logger = logging.getLogger("vllm.mla_serve")  # below vLLM's own, whose handlers then print it
 POLICIES = ("measured", "availability")
 PROBES = ("off", "missing", "all")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -70,8 +71,19 @@ class Settings:
 
 
 def takes_default(environ: Mapping[str, str] | None = None) -> bool:
-    """The setting `default` alone: asked for in processes that may never serve a model of ours."""
-    return Settings.load(environ).default
+    """The setting `default` alone, asked for in every process of vLLM, also where no model of ours is served.
+
+    So nothing is an error yet: what cannot be read counts as False, with a warning.
+    """
+    environ = os.environ if environ is None else environ
+    value: Any = environ.get(f"{PREFIX}DEFAULT")
+    try:
+        if value is None and (path := environ.get(f"{PREFIX}CONFIG")):
+            value = _toml(path).get("default")
+        return value is not None and _switch(value, "MLA_SERVE_DEFAULT")
+    except UserError as error:
+        logger.warning("%s; vLLM's own choice of attention stays", error)
+        return False
 
 
 def _toml(path: str) -> dict[str, Any]:
@@ -107,6 +119,8 @@ def _pins(value: Any, where: str) -> tuple[tuple[str, str], ...]:
         value = ",".join(f"{phase}={kernel}" for phase, kernel in value.items())
     if not isinstance(value, str):
         raise UserError(f"{where} must be pins like 'decode=torch-mla', not {value!r}")
+    from mla_serve.selection.pins import parse_pins  # knows all kernels; not before it is needed
+
     try:
         return tuple(parse_pins(value).items())
     except UserError as error:

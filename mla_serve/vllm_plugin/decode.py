@@ -22,7 +22,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 from mla_serve.errors import UserError
 from mla_serve.selection import Kernel
 from mla_serve.vllm_plugin import compat, rope
-from mla_serve.vllm_plugin.deployment import Deployment, Planned, logger
+from mla_serve.vllm_plugin.config import logger
+from mla_serve.vllm_plugin.deployment import Deployment, Planned
 from mla_serve.vllm_plugin.prefill import PrefillBackend
 from mla_serve.vllm_plugin.probing import probe_at_start
 from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from mla_serve.vllm_plugin.config import RPC, Settings
 from mla_serve.vllm_plugin.table import own_decisions
 
 __all__ = ["Deployment", "Planned", "deployments"]
-
-logger = logging.getLogger("vllm.mla_serve")  # below vLLM's own, so that its handlers print it
 
 _LIVE: list[Deployment] = []
 
@@ -186,10 +183,12 @@ def _deployment(settings: Settings, device: torch.device, size: Size) -> Deploym
 def _snapshot(_: Any) -> str:
     """A worker's answer to RPC: JSON, the decisions in force and the counts of all its deployments."""
     live = deployments()
-    return json.dumps({
-        "decisions": [decision.to_json() for deployment in live for decision in deployment.decisions()],
-        "counts": [deployment.counts.to_json() for deployment in live],
-    })
+    return json.dumps(
+        {
+            "decisions": [decision.to_json() for deployment in live for decision in deployment.decisions()],
+            "counts": [deployment.counts.to_json() for deployment in live],
+        }
+    )
 
 
 def deployments() -> list[Deployment]:

@@ -8,7 +8,8 @@ from typing import Any
 from mla_serve.selection.probe import probe
 from mla_serve.shapes import MLADims
 from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.deployment import Deployment, logger
+from mla_serve.vllm_plugin.config import logger
+from mla_serve.vllm_plugin.deployment import Deployment
 
 __all__ = ["probe_at_start"]
 

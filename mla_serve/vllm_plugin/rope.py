@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_serve.shapes import rope_parameters
-from mla_serve.vllm_plugin.deployment import logger
+from mla_serve.vllm_plugin.config import logger
 
 __all__ = ["REMEDY", "kernel_is_faulty", "warn_if_faulty"]
 

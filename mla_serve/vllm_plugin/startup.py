@@ -10,7 +10,8 @@ from mla_serve.selection.report import choices
 from mla_serve.selection.selector import LAST_RESORT
 from mla_serve.shapes import AttentionShape, DType, MLADims, Phase
 from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.deployment import Deployment, logger
+from mla_serve.vllm_plugin.config import logger
+from mla_serve.vllm_plugin.deployment import Deployment
 
 __all__ = ["check", "expected_page_size", "log_choices"]
 

@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from mla_serve.pages import render_page
-from tests.server.conftest import Server
 from tests.pages.sample import EVIL, decisions
+from tests.server.conftest import Server
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mla_serve.cli import main
-from mla_serve.selection.decision import Decision
 from mla_serve.pages import page_headers, render_page
 from mla_serve.pages.chart import chart
 from mla_serve.pages.view import Win, make_view
+from mla_serve.selection.decision import Decision
+from tests.pages.sample import EVIL, HERE, decisions
 from tests.selection.fakes import a_decision, prefill
 from tests.server.conftest import Server
-from tests.pages.sample import EVIL, HERE, decisions
 
 
 class Tags(HTMLParser):

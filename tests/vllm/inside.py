@@ -103,7 +103,12 @@ def expected(model: Path, prompts: Sequence[Sequence[int]], new_tokens: int = NE
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         out = net.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=2
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
         )
         found.append(out[0, ids.shape[1] :].tolist())
     return found

@@ -51,10 +51,12 @@ def main(directory: str) -> None:
 
     llama = Path(directory) / "llama"
     size = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    net = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1))
+    net = LlamaForCausalLM(
+        LlamaConfig(**size, num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1)
+    )
     net.save_pretrained(llama)
     prompts = [prompt(9), prompt(80)]
-    llm = engine(llama, block_size=16)
+    llm = engine(llama)
     llama_run = {"ours": greedy(llm, prompts), "theirs": expected(llama, prompts), "bases": bases(llm)}
     del llm
 
