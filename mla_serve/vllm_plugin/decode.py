@@ -98,7 +98,7 @@ class Builder(MLACommonMetadataBuilder[Metadata]):
         self.reorder_batch_threshold = self.planner.absorb_up_to
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata)
         self._batch: Batch | None = None
-        log_choices(self.planner.deployment, vllm_config, self.planner.dims, self.planner.page_size)
+        log_choices(self.planner.deployment, self.planner.dims, self.planner.page_size, **_grid_of(vllm_config))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -106,7 +106,8 @@ class Builder(MLACommonMetadataBuilder[Metadata]):
         for layer in _layers(vllm_config):
             reason = _planner(vllm_config, layer, kv_cache_spec.block_size).why_no_graphs()
             if reason is not None:
-                logger.warning("decodes are not captured in CUDA graphs: %s", reason)
+                if compat.full_graphs(vllm_config):
+                    logger.warning("decodes are not captured in CUDA graphs: %s", reason)
                 return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
@@ -157,6 +158,11 @@ def _planner(config: Any, layer: Any, page_size: int, warm: Warm | None = None) 
     )  # fmt: skip
 
 
+def _grid_of(config: Any) -> dict[str, Any]:
+    """What of `config` the grid of shapes depends on beside the deployment's own."""
+    return {"context_rows": compat.context_rows(config), "graphs": compat.full_graphs(config)}
+
+
 def _layers(config: Any) -> Iterator[Any]:
     """The attention layers of the model under `config` that are served by `Impl`."""
     for layer in config.compilation_config.static_forward_context.values():
@@ -193,7 +199,7 @@ class Impl(MLACommonImpl[Metadata]):
         self.deployment = Deployment.of(config)
         dims = compat.dims_of(self)
         page_size = check(self.deployment, config, dims, compat.cache_dtype_of(kv_cache_dtype))
-        probe_at_start(self.deployment, config, dims, page_size)
+        probe_at_start(self.deployment, dims, page_size, **_grid_of(config))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any

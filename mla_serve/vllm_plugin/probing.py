@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from mla_serve.selection.probe import probe
 from mla_serve.shapes import MLADims
-from mla_serve.vllm_plugin import compat
 from mla_serve.vllm_plugin.config import logger
 from mla_serve.vllm_plugin.deployment import Deployment
 
 __all__ = ["probe_at_start"]
 
 
-def probe_at_start(deployment: Deployment, config: Any, dims: MLADims, page_size: int) -> None:
+def probe_at_start(deployment: Deployment, dims: MLADims, page_size: int, *, context_rows: int, graphs: bool) -> None:
     """Measures this deployment's grid as the settings ask, once for all layers of these widths, and waits for the end.
 
     It runs in a process of its own. That one starts after vLLM's first look at the memory and has ended when this returns,
@@ -27,8 +25,7 @@ def probe_at_start(deployment: Deployment, config: Any, dims: MLADims, page_size
 
     def measure() -> None:
         began = time.monotonic()
-        graphs = compat.full_graphs(config)
-        shapes = deployment.grid(dims, page_size, compat.context_rows(config), graphs=graphs)
+        shapes = deployment.grid(dims, page_size, context_rows, graphs=graphs)
         shapes = [shape for shape in shapes if deployment.pinned(shape.phase) is None]
         if settings.probe == "missing":
             shapes = [shape for shape in shapes if selector.measured(shape) is None]

@@ -9,7 +9,6 @@ from mla_serve.selection import PinError
 from mla_serve.selection.report import choices
 from mla_serve.selection.selector import LAST_RESORT
 from mla_serve.shapes import AttentionShape, DType, MLADims, Phase
-from mla_serve.vllm_plugin import compat
 from mla_serve.vllm_plugin.config import logger
 from mla_serve.vllm_plugin.deployment import Deployment
 
@@ -40,7 +39,7 @@ def check(deployment: Deployment, config: Any, dims: MLADims, cache_dtype: DType
     except PinError as error:
         if cache_dtype is not None and "float8" in str(error):
             raise UserError(f"{error}, or leave out --kv-cache-dtype") from error
-        if page_size % 16 or getattr(config.cache_config, "user_specified_block_size", False):
+        if "takes pages of" in str(error):
             raise UserError(f"{error}, or leave out --block-size") from error
         raise
     if cache_dtype is not None and decision.winner == LAST_RESORT[True] and deployment.pinned(Phase.DECODE) is None:
@@ -51,12 +50,12 @@ def check(deployment: Deployment, config: Any, dims: MLADims, cache_dtype: DType
     return page_size
 
 
-def log_choices(deployment: Deployment, config: Any, dims: MLADims, page_size: int) -> None:
+def log_choices(deployment: Deployment, dims: MLADims, page_size: int, *, context_rows: int, graphs: bool) -> None:
     """One table in vLLM's log, once: for each bucket of the deployment's grid its kernel and why."""
 
     def tell() -> None:
         decisions = []
-        for shape in deployment.grid(dims, page_size, compat.context_rows(config), graphs=compat.full_graphs(config)):
+        for shape in deployment.grid(dims, page_size, context_rows, graphs=graphs):
             try:
                 decisions.append(deployment.selector.decide(shape))
             except UserError as error:

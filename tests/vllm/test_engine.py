@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +146,30 @@ def test_an_engine_in_its_own_process(case: Case) -> None:
     assert {run["layer"]: run["count"] for run in counts["runs"] if run["phase"] == "decode"} == {
         layer.removeprefix("decode "): decode for layer in LAYERS
     }
+
+
+@pytest.mark.slow("vllm")
+def test_probing_at_start_fills_the_decision_file_once(case: Case) -> None:
+    """A second deployment measures only what the first one's file does not hold, and both serve what was measured."""
+    found = case("probing", DIRECTORY)
+    buckets = [json.dumps(decision["bucket"], sort_keys=True) for decision in found["held"]]
+    assert len(set(buckets)) == len(buckets)
+    assert {decision["policy"] for decision in found["held"]} == {"measured"}
+    told = re.findall(r"measured attention kernels for (\d+) shapes", found["log"])
+    assert len(told) == 2
+    assert sum(map(int, told)) == len(buckets)
+    assert {decision["policy"] for decision in found["in_force"]} == {"measured"}
+    check_counts(found["counts"])
+    assert "runner-up" in found["log"]
+
+
+@pytest.mark.slow("vllm")
+def test_the_wrong_rope_kernel_is_told_of(case: Case) -> None:
+    """vLLM's CPU kernel turns MLA queries wrongly: a warning names the flag, and there is none where it does not matter."""
+    found = case("rope", DIRECTORY)
+    assert found["faulty"]
+    assert found["told"] == {"plain": True, "flag": False, "yarn": False}
+    assert found["log"].count("this vLLM's CPU kernel of rotary embeddings is wrong") == 1
 
 
 @pytest.mark.slow("vllm")
