@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check --progress-bar off -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: help serve browser test test-vllm check format bench soak clean
+.PHONY: help serve browser test test-vllm test-vllm-quick check format bench soak soak-vllm clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -50,8 +50,13 @@ $(VENV_VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 	$(VENV_VLLM)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-vllm: $(VENV_VLLM)/.ready  ## the plugin in real vLLM on a CPU, 3 minutes on two cores
-	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "vllm and not slow and not gpu" tests/vllm $(ARGS)
+VLLM_TESTS := OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -q -n $(JOBS) --dist loadfile
+
+test-vllm: $(VENV_VLLM)/.ready  ## the plugin in real vLLM on a CPU, minutes on two cores
+	$(VLLM_TESTS) -m "vllm and not gpu and (slow or not slow)" tests/vllm $(ARGS)
+
+test-vllm-quick: $(VENV_VLLM)/.ready  ## the part of test-vllm that each change must pass
+	$(VLLM_TESTS) -m "vllm and not gpu and not slow" tests/vllm $(ARGS)
 
 check: $(VENV)/.ready-dev  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -68,6 +73,9 @@ bench: $(VENV)/.ready-dev  ## does padding pay on this machine? (a probe process
 
 soak: $(VENV)/.ready-dev  ## what is too long for CI, half an hour; writes benchmarks/results/soak-*.json (ARGS="-k kills": a part)
 	$(BIN)/python -m pytest -v -m "slow and not gpu and not vllm" --timeout 3600 --results=benchmarks/results $(ARGS)
+
+soak-vllm: $(VENV_VLLM)/.ready  ## the same of the tests with real vLLM
+	$(VENV_VLLM)/bin/python -m pytest -v -m "vllm and slow and not gpu" --timeout 3600 --results=benchmarks/results tests/vllm $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info

@@ -120,7 +120,6 @@ def serve(
             pins=attention,
             decisions=str(decisions) if decisions else None,
             probe=probe,
-            kernel_timeout=kernel_timeout,
         )
     else:
         for flag in list(given)[-4:]:

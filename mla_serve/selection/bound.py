@@ -75,8 +75,7 @@ class BoundSelector:
         limits: Limits,
         cache_dtype: DType | None = None,
     ) -> None:
-        self.dims, self.dtype, self.page_size, self.limits = dims, dtype, page_size, limits
-        self.cache_dtype = cache_dtype
+        self.dims, self.dtype, self.page_size, self.limits, self.cache_dtype = dims, dtype, page_size, limits, cache_dtype
         self._selector = selector
         self._kernels: dict[tuple[int, ...], Kernel] = {}
         self._states: dict[tuple[str, Padding | None, AttentionShape], tuple[Backend, State]] = {}
@@ -98,7 +97,7 @@ class BoundSelector:
     def decode(self, batch: int, kv_tokens: int, *, ragged: bool, q_len: int = 1, graph: bool = False) -> Kernel:
         """For `q_len` new tokens per request on the cache, themselves included; `ragged`: the longest over twice the mean.
 
-        `graph`: to be captured in a CUDA graph and replayed with other lengths.
+        `graph`: to be captured in a CUDA graph and replayed.
         """
         key = (2, (batch - 1).bit_length(), ((kv_tokens - 1) // batch).bit_length(), ragged, q_len, graph)
         kernel = self._kernels.get(key)

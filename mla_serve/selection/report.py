@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -81,6 +82,35 @@ def render_table(decisions: Iterable[Decision], console: Console | None = None) 
         ))  # fmt: skip
         styles.append("bold" if decision.padding else "")
     _print(console or Console(), header, rows, styles)
+
+
+def choices(decisions: Iterable[Decision]) -> str:
+    """A log's table: bucket, kernel, padding, its time, the runner-up and its, why.
+
+    A line per bucket with figures; those without share a line by phase, kernel, form and reason.
+    """
+    header = ("bucket", "kernel", "padding", "run ms", "runner-up", "reason")
+    rows = [header]
+    alike: Counter[tuple[str, ...]] = Counter()
+    for decision in decisions:
+        chosen, shape = decision.chosen, decision.bucket.shape
+        timed = [row for row in decision.candidates if row.ms is not None and row is not chosen]
+        second = min(timed, key=lambda row: row.cost(decision.layers) or 0.0, default=None)
+        why = decision.note or (chosen.reason if chosen is not None else None) or decision.policy
+        if decision.policy == "measured" and chosen is not None and not decision.note:
+            why = f"measured, {_against(decision, chosen)}"
+        if chosen is None or chosen.ms is None:
+            padding = "native" if decision.padding is None else "padded"
+            alike[shape.phase.value, decision.winner, padding, why] += 1
+            continue
+        rows.append((
+            str(decision.bucket), decision.winner, describe(shape, decision.padding) if decision.padding else "native",
+            _ms(chosen.ms), "" if second is None else f"{second.label} {_ms(second.ms)}", why,
+        ))  # fmt: skip
+    for (phase, winner, padding, why), count in alike.items():
+        rows.append((f"{phase}, {count} buckets", winner, padding, "", "", why))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _missing(candidates: Sequence[CandidateResult]) -> dict[str, list[str]]:

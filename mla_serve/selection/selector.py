@@ -171,10 +171,7 @@ class Selector:
     def bind(
         self, dims: MLADims, *, dtype: DType, page_size: int, limits: Limits, cache_dtype: DType | None = None
     ) -> BoundSelector:
-        """The look-up of one model on this device; kernels are decided and prepared when first asked for.
-
-        `cache_dtype`: of the latent cache, where it is another one than `dtype`.
-        """
+        """The look-up of one model on this device; kernels are decided and prepared when first asked for."""
         return BoundSelector(self, dims, dtype=dtype, page_size=page_size, limits=limits, cache_dtype=cache_dtype)
 
     def backend_of(self, decision: Decision) -> Backend:

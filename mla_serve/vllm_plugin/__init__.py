@@ -1,30 +1,23 @@
-"""mla_serve inside vLLM: its attention backend `CUSTOM`, for decode and for MLA prefill.
+"""The attention backend inside vLLM: `--attention-backend CUSTOM -ac.mla_prefill_backend=CUSTOM`.
 
-    vllm serve MODEL --attention-backend CUSTOM -ac.mla_prefill_backend=CUSTOM
-
-vLLM calls `register` in each of its processes. Names of classes are registered as text, so nothing heavy is imported, and a
-model without MLA never notices.
+vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
 """
 
 from __future__ import annotations
 
 __all__ = ["register"]
 
-BACKEND = "mla_serve.vllm_plugin.decode.Backend"
-PREFILL = "mla_serve.vllm_plugin.prefill.Prefill"
+ATTENTION = "mla_serve.vllm_plugin.decode.AttentionBackend"
+PREFILL = "mla_serve.vllm_plugin.prefill.PrefillBackend"
 
 
 def register() -> None:
-    """Registers both classes as CUSTOM, and in the place of vLLM's own where MLA_SERVE_DEFAULT asks for it.
+    """Registers the classes by name; imports none of them, so that a model without MLA never pays for them.
 
-    May be called any number of times. Raises UserError, one sentence with the remedy, for a vLLM that this package does not
-    know, and for MLA_SERVE_* settings that are wrong: a server that would ignore them is not started.
+    May be called any number of times. With MLA_SERVE_DEFAULT=1 it also takes the place of vLLM's own choice. Raises UserError
+    for a vLLM that it does not know.
     """
-    from mla_serve.vllm_plugin.compat import require_vllm, take_place
-    from mla_serve.vllm_plugin.config import PluginSettings
-    from mla_serve.vllm_plugin.shared import share
+    from mla_serve.vllm_plugin.compat import register_classes
+    from mla_serve.vllm_plugin.config import takes_default
 
-    require_vllm()
-    settings = PluginSettings.read()
-    share()
-    take_place(BACKEND, PREFILL, default=settings.default)
+    register_classes(ATTENTION, PREFILL, default=takes_default())

@@ -1,13 +1,14 @@
-"""Absorbed attention inside vLLM: decodes, and short extensions, over the paged latent cache."""
+"""vLLM's MLA decode, absorbed: the backend, its metadata builder, and the impl that each layer has one of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -16,38 +17,31 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
-from mla_serve.backends.base import BatchLayout, Plan
 from mla_serve.errors import UserError
-from mla_serve.selection.bound import Kernel
-from mla_serve.shapes import MLADims
-from mla_serve.vllm_plugin import compat
-from mla_serve.vllm_plugin.kernels import Kernels, get_ready, kernels_for, limits_of, settings
-from mla_serve.vllm_plugin.prefill import Prefill
+from mla_serve.selection import Kernel
+from mla_serve.vllm_plugin import compat, rope
+from mla_serve.vllm_plugin.config import logger
+from mla_serve.vllm_plugin.deployment import Deployment, Planned
+from mla_serve.vllm_plugin.prefill import PrefillBackend
+from mla_serve.vllm_plugin.probing import probe_at_start
+from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices
+from mla_serve.vllm_plugin.steps import Batch, DecodePlanner, Warm
+
+__all__ = ["AttentionBackend", "Builder", "DecodeMetadata", "Impl", "Metadata"]
 
 
-class Backend(MLACommonBackend):
-    """What vLLM asks before it builds anything. Takes any widths; see `Impl` for what is refused."""
+class AttentionBackend(MLACommonBackend):
+    """What vLLM asks about before any layer exists."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    # float8 is refused later, with the reason, where the kernel takes no scale.
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return []  # any
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return compat.block_sizes()
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return True  # torch-mla runs anywhere; the others are chosen by what they say themselves
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -57,166 +51,180 @@ class Backend(MLACommonBackend):
     def get_builder_cls() -> type[Builder]:
         return Builder
 
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Asked where nobody gives --block-size: the page that the fastest decode takes."""
+        config = compat.current_config()
+        layer = next(_layers(config), None)
+        return default_block_size if layer is None else expected_page_size(Deployment.of(config), config, compat.dims_of(layer))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return True  # the selector knows which kernels run here
+
 
 @dataclass
 class DecodeMetadata(MLACommonDecodeMetadata):
-    """One step's decode: a kernel and its plan, shared by all layers."""
+    """A step's kernel and plan, shared by all layers."""
 
-    kernel: Kernel | None = None
-    plan: Plan | None = None
-    kernels: Kernels | None = None
+    planned: Planned
 
 
 @dataclass
 class Metadata(MLACommonMetadata[DecodeMetadata]):
-    """vLLM's, but for its check of the head size, which asks the base class and not the backend in use."""
-
     def __post_init__(self) -> None:
-        """Any head size is taken."""
-
-
-@dataclass(slots=True)
-class Captured:
-    """What a CUDA graph was captured with: replays refresh the plan in place."""
-
-    kernel: Kernel
-    plan: Plan
+        """The base class would refuse widths that its own kernels do not take."""
 
 
 class Builder(MLACommonMetadataBuilder[Metadata]):
-    """Chooses and plans once a step. A batch size that was captured keeps its kernel for as long as the process lives."""
+    """Plans each step once. Under full CUDA graphs there is a kernel and a plan for each captured batch size."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **more: Any) -> None:
-        self.reorder_batch_threshold = settings().absorbed_tokens
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **{"metadata_cls": Metadata, **more})
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        dims = MLADims(self.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim, layer.kv_lora_rank)
-        self._scale = float(layer.scale)
-        self._exact = vllm_config.speculative_config is None
-        self._expected = settings().expected_context or max(1, vllm_config.model_config.max_model_len // 2)
-        self._captured: dict[tuple[int, int], Captured] = {}
-        self._capturing = False
-        self._common: Any = None
-        self.kernels: Kernels = kernels_for(
-            dims, dtype=vllm_config.model_config.dtype,
-            cache_dtype=compat.cache_dtype(layer.kv_cache_dtype, vllm_config.model_config.dtype),
-            page_size=kv_cache_spec.block_size, device=device,
-            limits=limits_of(vllm_config), layers=compat.layers(vllm_config),
-        )  # fmt: skip
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self._layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.planner = _planner(
+            vllm_config, self._layer, kv_cache_spec.block_size, self._warm if device.type == "cuda" else None
+        )
+        self.reorder_batch_threshold = self.planner.absorb_up_to
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata)
+        self._batch: Batch | None = None
+        log_choices(self.planner.deployment, self.planner.dims, self.planner.page_size, **_grid_of(vllm_config))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """NEVER where only the last resort could be captured: replayed, it reads whatever the block table can hold."""
+        for layer in _layers(vllm_config):
+            reason = _planner(vllm_config, layer, kv_cache_spec.block_size).why_no_graphs()
+            if reason is not None:
+                if compat.full_graphs(vllm_config):
+                    logger.warning("decodes are not captured in CUDA graphs: %s", reason)
+                return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """Lengths are made up there, so the kernel is chosen for the context that is expected."""
-        self._capturing = True
+        self.planner.capturing = True
         try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
+            return cast(Metadata, super().build_for_cudagraph_capture(common_attn_metadata))
         finally:
-            self._capturing = False
+            self.planner.capturing = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        self._common = common_attn_metadata
-        prefill = self._prefill_backend
-        if isinstance(prefill, Prefill):
-            prefill.host_query_lens = [int(n) for n in common_attn_metadata.query_start_loc_cpu.diff().tolist()]
-        try:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        finally:
-            self._common = None
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu.tolist()
+        q_lens = tuple(end - start for start, end in pairwise(starts))
+        self._batch = Batch(q_lens, compat.host_kv_lens(common), common.max_seq_len)
+        if isinstance(self._prefill_backend, PrefillBackend):
+            self._prefill_backend.host_q_lens = q_lens
+        return cast(Metadata, super().build(common_prefix_len, common, fast_build))
 
     def _build_decode(
-        self, block_table_tensor: Tensor, seq_lens_device: Tensor, max_seq_len: int, query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor, num_decode_tokens: int, max_query_len: int | None = None,
+        self, block_table_tensor: Tensor, seq_lens_device: Tensor, query_start_loc_device: Tensor, num_decode_tokens: int,
         dcp_tot_seq_lens_device: Tensor | None = None, **_: Any,
     ) -> DecodeMetadata:  # fmt: skip
-        batch = self._layout(block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, query_start_loc_device)
-        kernel, plan = self._plan(batch)
-        self.kernels.tell()
-        return DecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, kernel, plan, self.kernels)
-
-    def _layout(self, table: Tensor, seq_lens: Tensor, max_seq_len: int, start_cpu: Tensor, start: Tensor) -> BatchLayout:
-        n = seq_lens.shape[0]
-        q_lens = [int(length) for length in start_cpu.diff().tolist()]
-        bound = compat.kv_lens_bound(self._common)
-        host = None if bound is None else tuple(int(length) for length in bound[:n].tolist())
-        kv_lens = seq_lens.int()
-        return BatchLayout(
-            num_requests=n, live_requests=sum(length > 0 for length in q_lens), num_tokens=int(start_cpu[-1]),
-            max_q=max(q_lens), max_kv=max(host) if host else max_seq_len, query_start_loc=start.int(),
-            kv_start_loc=torch.nn.functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0)), kv_lens=kv_lens,
-            q_lens_host=tuple(q_lens), kv_lens_host=host, host_lens_exact=self._exact and host is not None,
-            block_table=table, page_size=self.kv_cache_spec.block_size,
-        )  # fmt: skip
-
-    def _plan(self, batch: BatchLayout) -> tuple[Kernel, Plan]:
-        size = (batch.num_requests, batch.max_q)
-        held = self._captured.get(size)
-        if held is not None:
-            return held.kernel, held.kernel.plan(batch, scale=self._scale, reuse=held.plan)
-        live = max(1, batch.live_requests)
-        if self._capturing:
-            kernel = self.kernels.decode(live, live * self._expected, ragged=False, q_len=batch.max_q, graph=True, even=True)
-            self._captured[size] = Captured(kernel, kernel.plan(batch, scale=self._scale))
-            return kernel, self._captured[size].plan
-        total = sum(batch.kv_lens_host) if batch.kv_lens_host else live * batch.max_kv
-        kernel = self.kernels.decode(
-            live, max(total, 1), ragged=batch.max_kv * live > 2 * total, q_len=batch.max_q, graph=False, even=_even(batch)
+        """By keyword; which others there are depends on the version."""
+        assert self._batch is not None
+        planned = self.planner.plan(
+            self._batch, query_start_loc_device, seq_lens_device, block_table_tensor, num_tokens=num_decode_tokens
         )
-        return kernel, kernel.plan(batch, scale=self._scale)
+        return DecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, planned)
+
+    def _warm(self, planned: Planned, tokens: int) -> None:
+        """Runs a kernel on queries of zeros before it is captured: what it compiles or loads must not be part of a graph."""
+        dims, cache = self.planner.dims, self._layer.kv_cache
+        q_nope = torch.zeros(tokens, dims.heads, dims.latent, dtype=self.model_config.dtype, device=self.device)
+        q_pe = q_nope.new_zeros(tokens, dims.heads, dims.rope)
+        if self.planner.cache_dtype is not None:
+            cache = cache.view(torch.float8_e4m3fn)
+        planned.kernel.run_decode(q_nope, q_pe, cache, planned.plan, need_lse=False)
 
 
-def _even(batch: BatchLayout) -> bool:
-    """Whether every live request has as many query tokens as every other."""
-    assert batch.q_lens_host is not None
-    return all(length in (0, batch.max_q) for length in batch.q_lens_host)
+def _planner(config: Any, layer: Any, page_size: int, warm: Warm | None = None) -> DecodePlanner:
+    """The planner of `layer` and those like it."""
+    deployment = Deployment.of(config)
+    return DecodePlanner(
+        deployment, deployment.limits(compat.context_rows(config)), compat.dims_of(layer), scale=layer.scale,
+        page_size=page_size, cache_dtype=compat.cache_dtype_of(layer.kv_cache_dtype), verified=compat.verified_tokens(config),
+        warm=warm,
+    )  # fmt: skip
+
+
+def _grid_of(config: Any) -> dict[str, Any]:
+    """What of `config` the grid of shapes depends on beside the deployment's own."""
+    return {"context_rows": compat.context_rows(config), "graphs": compat.full_graphs(config)}
+
+
+def _layers(config: Any) -> Iterator[Any]:
+    """The attention layers of the model under `config` that are served by `Impl`."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if isinstance(getattr(layer, "impl", None), Impl):
+            yield layer
 
 
 class Impl(MLACommonImpl[Metadata]):
-    """One layer. Refuses at start, by name, what it was never shown to get right."""
+    """A layer's decode. Prefill is the base class's, which calls the prefill backend."""
 
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
-    supports_quant_query_input: bool = False
+    can_return_lse_for_decode = False  # asked for by decode context parallelism alone, which is refused
+    supports_dcp = False
+    supports_pcp = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # the base class's constructor says yes
-        config = get_current_vllm_config()
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, **mla_args: Any,
+    ) -> None:  # fmt: skip
+        """As vLLM calls it. Raises UserError for settings that cannot be met; the first layer's call measures, if asked to."""
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **mla_args,
+        )  # fmt: skip
+        for name, value in (("ALiBi", alibi_slopes), ("a sliding window", sliding_window), ("a soft cap", logits_soft_cap)):
+            if value:
+                raise UserError(f"mla_serve's attention backend has no {name}; name another --attention-backend")
+        if attn_type != AttentionType.DECODER:
+            raise UserError(f"mla_serve's attention backend serves decoders, not {attn_type}; name another --attention-backend")
+        self.supports_quant_query_input = False  # queries keep their dtype over a float8 cache
+        config = compat.current_config()
         compat.refuse_parallelism(config)
-        if compat.on_cpu() and self.kv_cache_dtype != "auto":
-            raise UserError(f"the latent cache cannot be {self.kv_cache_dtype} on a CPU; leave --kv-cache-dtype out")
-        compat.warn_about_rope(config)
-        dims = MLADims(self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, self.kv_lora_rank)
-        get_ready(dims, config, cache_dtype=compat.cache_dtype(self.kv_cache_dtype, config.model_config.dtype))
+        rope.warn_if_faulty(config)
+        self.deployment = Deployment.of(config)
+        dims = compat.dims_of(self)
+        page_size = check(self.deployment, config, dims, compat.cache_dtype_of(kv_cache_dtype))
+        probe_at_start(self.deployment, dims, page_size, **_grid_of(config))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """q [tokens, heads, latent + rope], or its two parts; out [tokens, heads, latent]."""
-        decode = attn_metadata.decode
-        assert decode is not None
-        assert decode.kernel is not None
-        assert decode.plan is not None
-        assert decode.kernels is not None
-        nope, rope = q if isinstance(q, tuple) else (q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :])
-        quantized = kv_c_and_k_pe_cache.dtype == torch.float8_e4m3fn
-        scale = float(layer._k_scale_float) if quantized else 1.0
-        found = decode.kernel.run_decode(nope, rope, kv_c_and_k_pe_cache, decode.plan, cache_scale=scale, need_lse=False)
-        decode.kernels.count("decode", decode.kernel, layer.layer_name)
-        return found[0], None
+        """q [tokens, heads, latent + rope] or its two parts; cache [pages, page, latent + rope]."""
+        assert attn_metadata.decode is not None
+        planned = attn_metadata.decode.planned
+        q_nope, q_pe = q if isinstance(q, tuple) else q.tensor_split((self.kv_lora_rank,), dim=-1)
+        label = planned.kernel.decision.label
+        self.deployment.counts.runs["decode", label, layer.layer_name] += 1
+        scale = layer._k_scale_float if planned.kernel.state.shape.cache_dtype is not None else 1.0
+        kernel: Kernel = planned.kernel
+        return kernel.run_decode(q_nope, q_pe, kv_c_and_k_pe_cache, planned.plan, cache_scale=scale, need_lse=False)
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor,
-        **more: Any,
+        **rest: Any,
     ) -> None:  # fmt: skip
-        """New latents into their slots; a slot of -1 is padding. vLLM's own operator for it has no CPU form."""
+        """Writes new latents to their slots; negative slots are padding. vLLM's own operator does it but on a CPU."""
         if kv_cache.device.type != "cpu":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **more)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **rest)
             return
         if not kv_cache.numel():
             return
-        slots = slot_mapping.flatten()
+        slots = slot_mapping.flatten().long()
+        rows = torch.cat([kv_c_normed[: slots.numel()], k_pe[: slots.numel()].flatten(1)], dim=-1).to(kv_cache.dtype)
         real = slots >= 0
-        latents = torch.cat([kv_c_normed, k_pe.squeeze(1)], dim=-1)[: slots.shape[0]]
-        kv_cache.view(-1, kv_cache.shape[-1])[slots[real].long()] = latents[real].to(kv_cache.dtype)
+        kv_cache.view(-1, kv_cache.shape[-1]).index_copy_(0, slots[real], rows[real])

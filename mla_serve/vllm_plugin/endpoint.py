@@ -1,61 +1,60 @@
-"""/attention and /attention/decisions on vLLM's own server: which kernel serves which shape, and why.
-
-vLLM loads it only where VLLM_PLUGINS names `mla_serve`, which then must name every other plugin that is wanted, too.
-"""
+"""/attention and /attention/decisions on vLLM's own server; vLLM loads it where VLLM_PLUGINS names mla_serve."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-import msgspec
-from fastapi import APIRouter, FastAPI
-from starlette.responses import HTMLResponse, Response
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from mla_serve.pages import page_headers, render_page
-from mla_serve.selection import Decision, DecisionTable, default_table_path
-from mla_serve.selection.entry import host_of
-from mla_serve.vllm_plugin.config import PluginSettings
-from mla_serve.vllm_plugin.shared import read_decisions
+from mla_serve.pages import page_headers, served_page
+from mla_serve.selection import default_table_path
+from mla_serve.vllm_plugin.config import Settings
+from mla_serve.vllm_plugin.rpc import ask_workers
+
+__all__ = ["AttentionEndpoint"]
 
 router = APIRouter(tags=["attention"])
 
 
-@router.get("/attention")
-async def page() -> Response:
-    """A page: how much each bucket's kernel wins, every candidate with its time and reason, the host."""
-    return HTMLResponse(await asyncio.to_thread(_page), headers=page_headers())
-
-
-@router.get("/attention/decisions")
-async def decisions() -> Response:
-    """Every decision in force in a worker, as JSON."""
-    found = await asyncio.to_thread(read_decisions)
-    return Response(msgspec.json.encode({"decisions": found}), headers={"content-type": "application/json"})
-
-
-def _page() -> str:
-    """The decisions in force, then those of the decision file that the same device made."""
-    in_force = [Decision.from_json(decision) for decision in read_decisions()]
-    hosts = {host_of(decision.fingerprint) for decision in in_force}
-    table = list(DecisionTable.load(PluginSettings.read().decisions or default_table_path()))
-    here = [decision for decision in table if host_of(decision.fingerprint) in hosts]
-    return render_page(in_force, here, subject="vLLM", served=True, other_hosts=len(table) - len(here))
-
-
-class Endpoint:
-    """What vLLM's `EndpointPlugin` protocol asks for. The routes read files, and need neither state nor engine."""
+class AttentionEndpoint:
+    """vLLM's `EndpointPlugin`, by its methods."""
 
     name = "mla_serve"
-    required_tasks = ("generate",)
+    required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
 
-    def attach_router(self, app: FastAPI) -> None:
+    def attach_router(self, app: Any) -> None:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing to set up."""
+        state.mla_serve_engine = engine_client
+        names = getattr(args, "served_model_name", None) or [getattr(args, "model", "")]
+        state.mla_serve_model = names[0] if isinstance(names, list) else str(names)
 
 
-def make() -> Endpoint:
-    """The entry point of the group `vllm.endpoint_plugins`."""
-    return Endpoint()
+@router.get("/attention", response_class=Response, responses={200: {"content": {"text/html": {}}}})
+async def page(request: Request) -> Response:
+    """The page of `mla-serve serve`: every bucket's kernel, its candidates, times and reasons."""
+    ranks = await ask_workers(request.app.state.mla_serve_engine)
+    if ranks is None:
+        return _nothing()
+    named = Settings.load().decisions
+    path = Path(named) if named else default_table_path()
+    html = await asyncio.to_thread(served_page, ranks[0]["decisions"], path, request.app.state.mla_serve_model)
+    return HTMLResponse(html, headers=page_headers())
+
+
+@router.get("/attention/decisions")
+async def decisions(request: Request) -> Response:
+    """Every decision in force on the first rank, and of each rank how often each kernel was planned and run."""
+    ranks = await ask_workers(request.app.state.mla_serve_engine)
+    if ranks is None:
+        return _nothing()
+    return JSONResponse({"decisions": ranks[0]["decisions"], "counts": [rank["counts"] for rank in ranks]})
+
+
+def _nothing() -> Response:
+    sentence = "mla_serve serves no layer of this model: it has none with MLA, or vLLM was not told to use its backend"
+    return JSONResponse({"error": {"message": sentence, "type": "NotFoundError", "code": 404}}, status_code=404)

@@ -1,64 +1,43 @@
+"""Cases of real vLLM, each in a process of its own: vLLM's global state does not survive a second one."""
+
 from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.checkpoints import make
-
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240
-QUIET = {
-    "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1", "MLA_SERVE_DEFAULT": "1", "MLA_SERVE_POLICY": "availability",
-}  # fmt: skip
-
-LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
-Case = Callable[..., dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+SECONDS = 280  # busy cores included; alone a case takes 10
 
 
-def calls(found: dict[str, Any], phase: str) -> Counter[str]:
-    """Calls by layer (by "" for prefill, which one object serves) of one phase, whatever the kernel."""
-    total: Counter[str] = Counter()
-    for key, number in found["counts"].items():
-        of, _, layer = key.split(" ")
-        if of == phase:
-            total[layer] += number
-    return total
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds this checkout first."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a checkpoint by name, made when first asked for."""
-    root = tmp_path_factory.mktemp("vllm")
-    return lambda name: make(name, root)
+def run(name: str, *arguments: object) -> dict[str, Any]:
+    """What the case reported, and all that it printed as "log"."""
+    command = [sys.executable, "-m", f"tests.vllm.cases.{name}", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert found, f"the case {name} ended with {done.returncode} and reported nothing:\n{done.stdout[-6000:]}"
+    return {**json.loads(found[-1].removeprefix("RESULT ")), "log": done.stdout}
 
 
 @pytest.fixture
-def case(checkpoint: Callable[[str], Path]) -> Case:
-    """Runs one of `tests.vllm.case` in a process of its own: vLLM's global state, and its plugins, load once per process.
+def case(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a case; `DIRECTORY` among its arguments stands for a directory of the test's own."""
+    return lambda name, *arguments: run(name, *(tmp_path if argument is DIRECTORY else argument for argument in arguments))
 
-    `env` adds variables, or with None takes them away. `log` in the findings is what the process said.
-    """
 
-    def run(name: str, model: str, *, env: dict[str, str | None] | None = None, **fields: Any) -> dict[str, Any]:
-        variables: dict[str, str | None] = {**os.environ, **QUIET, **(env or {})}
-        asked = {"case": name, "model": str(checkpoint(model)), **fields}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.vllm.case", json.dumps(asked)],
-            cwd=ROOT, env={key: value for key, value in variables.items() if value is not None},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
-        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
-        assert done.returncode == 0, done.stdout[-6000:]
-        found: dict[str, Any] = json.loads(last)
-        return found | {"log": done.stdout}
-
-    return run
+DIRECTORY = object()

@@ -1,241 +1,94 @@
-"""Two servers over real vLLM with the plugin: vLLM's own, and ours with vLLM as its engine. Engines and workers are spawned."""
+"""vLLM's own OpenAI server with the plugin, through the real `openai` client, and the plugin's two routes on it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from mla_serve.demo import MODEL_DIR, questions
-from tests.vllm.conftest import QUIET, ROOT
+from mla_serve.selection import Decision
+from tests.vllm.conftest import ROOT, environment
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-FLAGS = ["--enforce-eager", "--kv-cache-memory-bytes", "268435456", "--max-model-len", "1024", "--dtype", "float32"]
-ROPE = ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
-START = 150
-SPAWNED = {key: value for key, value in QUIET.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"} | {"OMP_NUM_THREADS": "1"}
-
-
-class Running:
-    """A server process and what it has written."""
-
-    def __init__(self, command: list[str], log: Path, url: str | None, env: dict[str, str]) -> None:
-        self.log = log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env={**os.environ, **SPAWNED, **env}, stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        self.url = url or ""
-
-    def wait(self) -> Running:
-        until = time.monotonic() + START
-        while time.monotonic() < until and self.process.poll() is None:
-            if not self.url and (found := re.search(r"address +(http://\S+)", self.log.read_text())):
-                self.url = found[1]
-            if self.url:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(self.url + "/health", timeout=5).status_code == 200:
-                        return self
-            time.sleep(0.2)
-        raise AssertionError(self.log.read_text()[-6000:])
-
-    def children(self, name: str) -> list[int]:
-        """Process ids below this one whose title holds `name`."""
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                session = int(status.read_text().rpartition(")")[2].split()[3])
-                title = (status.parent / "cmdline").read_bytes() + (status.parent / "comm").read_bytes()
-            except OSError:
-                continue
-            if session == self.process.pid and name.encode() in title:
-                found.append(int(status.parent.name))
-        return found
-
-    def stop(self) -> int:
-        """SIGTERM to the server alone; its exit status."""
-        self.process.terminate()
-        try:
-            return self.process.wait(60)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Ends whatever is left of the server's own session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+START_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    log = tmp_path_factory.mktemp("ours") / "server.log"
-    running = Running(
-        ["-m", "mla_serve.cli", "serve", "--engine", "vllm", "--port", "0", "--policy", "availability", "--", *FLAGS],
-        log,
-        None,
-        {},
-    )
-    try:
-        yield running.wait()
-    finally:
-        running.close()
-
-
-@pytest.fixture
-def client(ours: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-
-
-def decided(url: str) -> set[tuple[str, str]]:
-    """Phase and kernel of every decision in force."""
-    found = httpx.get(url + "/attention/decisions", timeout=30).json()["decisions"]
-    return {(decision["bucket"]["phase"], decision["winner"] + ("+pad" if decision["padding"] else "")) for decision in found}
-
-
-async def ask(url: str, model: str, asked: Any) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=280) as client:
-
-        async def one(question: Any) -> str:
-            answer = await client.chat.completions.create(model=model, messages=question.messages(), temperature=0)
-            return answer.choices[0].message.content or ""
-
-        return list(await asyncio.gather(*(one(question) for question in asked)))
-
-
-def wrong(url: str, model: str, asked: Any) -> list[tuple[str, str]]:
-    answers = asyncio.run(ask(url, model, asked))
-    return [
-        (question.prompt[-60:], answer) for question, answer in zip(asked, answers, strict=True) if answer != question.answer
-    ]
-
-
-def test_the_demo_model_answers_word_for_word(ours: Running) -> None:
-    asked = questions()
-    assert wrong(ours.url, "mla-serve-demo", asked) == []
-    assert {("prefill", "torch-flash+pad"), ("decode", "torch-mla")} <= decided(ours.url)
-
-
-def test_parameters(client: openai.OpenAI) -> None:
-    extra = {"structured_outputs": {"choice": ["客单价", "👩‍👩‍👧"]}}
-    answer = client.completions.create(
-        model="mla-serve-demo", prompt="x", max_tokens=64, logprobs=3, seed=1, n=2, extra_body=extra
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    for choice in answer.choices:
-        assert choice.text in ("客单价", "👩‍👩‍👧")
-        assert choice.finish_reason == "stop"
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.token_logprobs or []) == len(choice.logprobs.tokens or [])
-    echoed = client.completions.create(
-        model="mla-serve-demo", prompt="What is", echo=True, logprobs=1, max_tokens=2, temperature=0
-    )
-    assert echoed.choices[0].text.startswith("What is")
-    assert echoed.choices[0].logprobs is not None
-    assert (echoed.choices[0].logprobs.token_logprobs or [])[0] is None
-    one, two = (
-        client.completions.create(model="mla-serve-demo", prompt="x", max_tokens=12, seed=7, extra_body={"ignore_eos": True})
-        for _ in range(2)
-    )
-    assert one.choices[0].text == two.choices[0].text
-    biased = client.completions.create(model="mla-serve-demo", prompt="x", max_tokens=3, temperature=0, logit_bias={"65": 100})
-    assert biased.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"structured_outputs": {"regex": "("}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
-        {"max_tokens": 5000},
-        {"prompt": [10**6]},
-    ],
-)
-def test_bad_requests_get_one_sentence(ours: Running, fields: dict[str, Any]) -> None:
-    response = httpx.post(ours.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields}, timeout=60)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].endswith(".")
-    assert httpx.get(ours.url + "/health", timeout=10).status_code == 200
-
-
-def test_a_client_that_goes_frees_everything(ours: Running) -> None:
-    body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    for _ in range(3):
-        with httpx.stream("POST", ours.url + "/v1/completions", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            for _ in range(3):
-                next(lines)
-    until = time.monotonic() + 2
-    while True:
-        load = httpx.get(ours.url + "/load", timeout=10).json()
-        if not load["running"] and load["kv_pages_free"] == load["kv_pages_total"]:
-            break
-        assert time.monotonic() < until, load
-        time.sleep(0.05)
-    assert load["server_load"] == 0
-
-
-def test_e04_the_engines_death_ends_streams_and_server(ours: Running) -> None:
-    """Last: it ends the server that the others share."""
-    (core,) = ours.children("EngineCore")
-    body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", ours.url + "/v1/completions", json=body, timeout=60) as response:
-        lines = (line for line in response.iter_lines() if line)
-        next(lines)
-        os.kill(core, signal.SIGKILL)
-        killed = time.monotonic()
-        rest = list(lines)
-    assert time.monotonic() - killed < 5
-    assert "error" in json.loads(rest[-1].removeprefix("data: "))
-    assert ours.process.wait(30) == 1
-
-
-def test_vllms_own_server_shows_the_decisions(tmp_path: Path) -> None:
-    """With the plugin's routes, asked for by VLLM_PLUGINS."""
-    port = free_port()
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(MODEL_DIR),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--served-model-name", "demo", *FLAGS, *ROPE]
-    running = Running(command, tmp_path / "vllm.log", f"http://127.0.0.1:{port}", {"VLLM_PLUGINS": "mla_serve"})
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_DIR), "--served-model-name", "demo",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4",
+        "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager",
+    ]  # fmt: skip
+    env = environment(
+        VLLM_PLUGINS="mla_serve", MLA_SERVE_DEFAULT="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TORCHDYNAMO_DISABLE="1"
+    )
+    with log.open("w") as output:
+        server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
-        running.wait()
-        assert wrong(running.url, "demo", questions()[:40]) == []
-        assert {("prefill", "torch-flash+pad"), ("decode", "torch-mla")} <= decided(running.url)
-        page = httpx.get(running.url + "/attention", timeout=30)
-        assert page.status_code == 200
-        assert "torch-flash" in page.text
+        _wait(server, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0, log.read_text()[-4000:]
     finally:
-        status = running.stop()
-    assert status == 0, running.log.read_text()[-3000:]
+        server.kill()
+        server.wait()
+
+
+def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert server.poll() is None, log.read_text()[-6000:]
+        try:
+            if httpx.get(f"{address}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    pytest.fail(f"no server after {START_SECONDS} s:\n{log.read_text()[-6000:]}")
+
+
+def test_the_openai_client_gets_the_demo_answers(address: str) -> None:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    for question in questions()[::40]:
+        messages = question.messages()
+        whole = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=200)
+        assert whole.choices[0].message.content == question.answer
+        parts = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=200, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == question.answer
+
+
+def test_attention_decisions_agree_with_the_counts(address: str) -> None:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    client.completions.create(model="demo", prompt="What is MLA?", temperature=0, max_tokens=4)
+    found = httpx.get(f"{address}/attention/decisions").raise_for_status().json()
+    decisions = [Decision.from_json(decision) for decision in found["decisions"]]
+    ((counts,),) = found["counts"]
+    ran = {(run["phase"], run["kernel"]) for run in counts["runs"]}
+    assert ran == {(decision.bucket.shape.phase.value, decision.label) for decision in decisions}
+    steps = {(step["phase"], step["kernel"]): step["count"] for step in counts["steps"]}
+    assert {phase for phase, _ in steps} == {"prefill", "decode"}
+    for run in counts["runs"]:
+        layers = 1 if run["phase"] == "decode" else 3
+        assert run["count"] == layers * steps[run["phase"], run["kernel"]]
+
+
+def test_the_page_is_served_as_by_our_own_server(address: str) -> None:
+    page = httpx.get(f"{address}/attention").raise_for_status()
+    assert "torch-mla" in page.text
+    assert "demo" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -12,7 +12,8 @@ __all__ = ["VllmConfig", "vllm_arguments"]
 class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a vLLM engine: `model` is a Hugging Face directory, `arguments` are vLLM's own flags, last word included.
 
-    `policy`, `pins`, `decisions`, `probe` and `kernel_timeout` reach the plugin as its MLA_SERVE_* variables.
+    `policy`, `pins`, `decisions` and `probe` reach the plugin as its MLA_SERVE_* variables. vLLM is never at rest for long, so
+    "on-demand" measures at start what no table holds, and "idle" nothing.
     """
 
     model: str
@@ -20,8 +21,7 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "measured"
     pins: str = ""
     decisions: str | None = None
-    probe: str = "off"
-    kernel_timeout: float | None = None
+    probe: str = "idle"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -31,8 +31,7 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True):
             "MLA_SERVE_POLICY": self.policy,
             "MLA_SERVE_PINS": self.pins,
             "MLA_SERVE_DECISIONS": self.decisions,
-            "MLA_SERVE_PROBE": self.probe,
-            "MLA_SERVE_KERNEL_TIMEOUT": None if self.kernel_timeout is None else f"{self.kernel_timeout:g}",
+            "MLA_SERVE_PROBE": "missing" if self.probe == "on-demand" else None,
         }
         return {name: value for name, value in asked.items() if value}
 

@@ -70,11 +70,13 @@ class VllmEngine:
         return self._loads.stats(self._llm.get_num_unfinished_requests())
 
     async def decisions(self) -> list[dict[str, Any]]:
-        """What the plugin's workers say that they use. Raises EngineDeadError."""
+        """What the first worker uses; none for a model without MLA. Raises EngineDeadError."""
         self._require_life()
-        from mla_serve.vllm_plugin.shared import read_decisions
+        from mla_serve.vllm_plugin.rpc import ask_workers
 
-        return await asyncio.to_thread(read_decisions)
+        ranks = await ask_workers(self._llm)
+        decisions: list[dict[str, Any]] = ranks[0]["decisions"] if ranks else []
+        return decisions
 
     async def health(self) -> Health:
         """vLLM has no heartbeat: its loop counts as turning while nothing is asked of it."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
-from mla_serve.pages import page_headers, render_page
-from mla_serve.selection import Decision, DecisionTable, default_table_path
-from mla_serve.selection.entry import host_of
+from mla_serve.pages import page_headers, served_page
+from mla_serve.selection import default_table_path
 from mla_serve.server.answers import Decisions
 from mla_serve.server.state import State
 
@@ -25,17 +23,8 @@ async def page(state: State) -> Response:
     found = await state.engine.decisions()
     named = state.settings.engine.decisions
     # In a thread: a long table takes a moment, and tokens are streamed meanwhile.
-    html = await asyncio.to_thread(_page, found, Path(named) if named else default_table_path(), state.model_name)
+    html = await asyncio.to_thread(served_page, found, Path(named) if named else default_table_path(), state.model_name)
     return HTMLResponse(html, headers=page_headers())
-
-
-def _page(found: list[dict[str, Any]], path: Path, model: str) -> str:
-    """The decisions in force, then those of the decision file that this host made."""
-    in_force = [Decision.from_json(decision) for decision in found]
-    hosts = {host_of(decision.fingerprint) for decision in in_force}
-    table = list(DecisionTable.load(path))
-    here = [decision for decision in table if host_of(decision.fingerprint) in hosts]
-    return render_page(in_force, here, subject=model, served=True, other_hosts=len(table) - len(here))
 
 
 @router.get("/attention/decisions", response_model=Decisions)
