@@ -60,7 +60,7 @@ class Hoards(Misbehaving):
     def misbehave(self) -> None:
         hoard = []
         while True:
-            hoard.append(torch.ones(1 << 24))
+            hoard.append(torch.empty(1 << 26))  # not written to: a busy host would take its time over the pages
 
 
 class HoardsCuda(Misbehaving):

@@ -77,8 +77,10 @@ def test_byte_level_deltas_are_the_decode_of_the_whole(
     ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=60))
     whole = backend.decode(ids, skip_special_tokens=skip)
     text = "".join(streamed(byte_level, ids, skip=skip))
-    # An unfinished character at the end is one U+FFFD in the decode of the whole, and nothing here.
-    assert whole in (text, text + "\ufffd")
+    # An unfinished character at the end is U+FFFD in the decode of the whole (for the first bytes of a surrogate one each),
+    # and nothing here.
+    assert whole.startswith(text)
+    assert whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
     assert byte_level.decode(ids, skip_special_tokens=skip) == text
 
 
