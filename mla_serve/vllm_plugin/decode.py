@@ -216,11 +216,11 @@ class Impl(MLACommonImpl[Metadata]):
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor,
-        **rest: Any,
+        *rest: Any, **more: Any,
     ) -> None:  # fmt: skip
         """Writes new latents to their slots; negative slots are padding. vLLM's own operator does it but on a CPU."""
         if kv_cache.device.type != "cpu":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **rest)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *rest, **more)
             return
         if not kv_cache.numel():
             return
