@@ -1,4 +1,4 @@
-"""Every call that a vLLM makes on the plugin's classes, bound to the plugin's signatures; and every name the plugin takes from it.
+"""Every call that a vLLM makes on the plugin's classes, bound to their signatures; and every name the plugin takes from it.
 
 It reads vLLM's Python sources and imports none of them, so a version needs no installing. What it cannot tell: whether values
 mean the same, which only running a version can.
