@@ -51,8 +51,7 @@ class BatchLayout:
 
     The first `live_requests` of `num_requests` rows are real; the rest (graph padding) have length 0. Device tensors are int32:
     `query_start_loc` and `kv_start_loc` [num_requests + 1], `kv_lens` [num_requests], `block_table` [num_requests, max pages]
-    (absorbed only; entries past a request's last page are never read); absorbed calls do
-    not read `kv_start_loc`. The host copies are None, or only upper bounds
+    (absorbed only; entries past a request's last page are never read). The host copies are None, or only upper bounds
     (`host_lens_exact` False), where the lengths live on the device alone. `max_q` and `max_kv` are upper bounds in tokens.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter_ns
@@ -102,6 +102,17 @@ class BoundSelector:
         key = (2, (batch - 1).bit_length(), ((kv_tokens - 1) // batch).bit_length(), ragged, q_len, graph)
         kernel = self._kernels.get(key)
         return kernel if kernel is not None else self._bind(key)
+
+    def reserve(self, shapes: Iterable[AttentionShape]) -> None:
+        """Allocates what the kernels of these shapes need, so that look-ups of their like allocate nothing later.
+
+        Where a kernel cannot be had, what it says is a warning.
+        """
+        for shape in shapes:
+            try:
+                self._prepare(self._selector.decide(shape))
+            except UserError as error:
+                logger.warning("%s", error)
 
     def decisions(self) -> list[Decision]:
         """All decisions in force, in the order in which they were first needed."""

@@ -81,9 +81,10 @@ class DecisionTable:
         return next((decision for decision in decisions if decision is not None and self._holds(decision, here)), None)
 
     def near(self, bucket: Bucket, policy: Policy, here: Fingerprint) -> list[Decision]:
-        """Decisions for buckets that differ in sizes (batch, lengths, ragged) alone and hold on `here`, nearest first.
+        """Decisions for buckets that differ in sizes (batch, lengths, ragged) or in being captured, and hold on `here`.
 
-        Distance counts doublings of batch, query tokens and key tokens; uniform against ragged lengths counts as four.
+        Nearest first. Distance counts doublings of batch, query tokens and key tokens; uniform against ragged lengths counts
+        as four, a captured graph against an eager call as half of one: the same kernel, if it can be captured at all.
         """
         found = [
             (doublings, str(key[0]), decision)
@@ -221,10 +222,12 @@ def distance(measured: AttentionShape, asked: AttentionShape) -> float | None:
     """Doublings between two shapes that are alike in all but sizes; None if they are not."""
     # A decode's query tokens per request are built into kernels, so they are no size that may differ.
     q_len = measured.q_len if measured.absorbed else asked.q_len
-    if replace(measured, batch=asked.batch, q_len=q_len, kv_len=asked.kv_len, ragged=asked.ragged) != asked:
+    alike = replace(measured, batch=asked.batch, q_len=q_len, kv_len=asked.kv_len, ragged=asked.ragged, graph=asked.graph)
+    if alike != asked:
         return None
     pairs = ((measured.batch, asked.batch), (measured.q_len, asked.q_len), (measured.kv_len, asked.kv_len))
-    return sum(abs(math.log2(a / b)) for a, b in pairs) + (4.0 if measured.ragged != asked.ragged else 0.0)
+    other = (4.0 if measured.ragged != asked.ragged else 0.0) + (0.5 if measured.graph != asked.graph else 0.0)
+    return sum(abs(math.log2(a / b)) for a, b in pairs) + other
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ from mla_serve.vllm_plugin.config import logger
 from mla_serve.vllm_plugin.deployment import Deployment, Planned
 from mla_serve.vllm_plugin.prefill import PrefillBackend
 from mla_serve.vllm_plugin.probing import probe_at_start
-from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices
+from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices, reserve
 from mla_serve.vllm_plugin.steps import Batch, DecodePlanner, Warm
 
 __all__ = ["AttentionBackend", "Builder", "DecodeMetadata", "Impl", "Metadata"]
@@ -198,8 +198,10 @@ class Impl(MLACommonImpl[Metadata]):
         rope.warn_if_faulty(config)
         self.deployment = Deployment.of(config)
         dims = compat.dims_of(self)
-        page_size = check(self.deployment, config, dims, compat.cache_dtype_of(kv_cache_dtype))
+        cache_dtype = compat.cache_dtype_of(kv_cache_dtype)
+        page_size = check(self.deployment, config, dims, cache_dtype)
         probe_at_start(self.deployment, dims, page_size, **_grid_of(config))
+        reserve(self.deployment, dims, page_size, cache_dtype, **_grid_of(config))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any
@@ -216,11 +218,11 @@ class Impl(MLACommonImpl[Metadata]):
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Tensor,
-        **rest: Any,
+        *rest: Any, **more: Any,
     ) -> None:  # fmt: skip
         """Writes new latents to their slots; negative slots are padding. vLLM's own operator does it but on a CPU."""
         if kv_cache.device.type != "cpu":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **rest)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *rest, **more)
             return
         if not kv_cache.numel():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mla_serve.errors import UserError
@@ -12,7 +13,7 @@ from mla_serve.shapes import AttentionShape, DType, MLADims, Phase
 from mla_serve.vllm_plugin.config import logger
 from mla_serve.vllm_plugin.deployment import Deployment
 
-__all__ = ["check", "expected_page_size", "log_choices"]
+__all__ = ["check", "expected_page_size", "log_choices", "reserve"]
 
 
 def expected_page_size(deployment: Deployment, config: Any, dims: MLADims) -> int:
@@ -48,6 +49,21 @@ def check(deployment: Deployment, config: Any, dims: MLADims, cache_dtype: DType
             "--kv-cache-dtype, or pin decode=torch-mla to serve slowly"
         )
     return page_size
+
+
+def reserve(
+    deployment: Deployment, dims: MLADims, page_size: int, cache_dtype: DType | None, *, context_rows: int, graphs: bool
+) -> None:
+    """Allocates buffers and workspaces now, while the model is loaded: vLLM gives what it then finds free to its cache."""
+
+    def allocate() -> None:
+        limits = deployment.limits(context_rows)
+        shapes = deployment.grid(dims, page_size, context_rows, graphs=graphs)
+        deployment.bind(dims, page_size, limits).reserve(shape for shape in shapes if not shape.absorbed)
+        decodes = [replace(shape, cache_dtype=cache_dtype) for shape in shapes if shape.absorbed]
+        deployment.bind(dims, page_size, limits, cache_dtype=cache_dtype).reserve(decodes)
+
+    deployment.once("reserve", dims, page_size, allocate)
 
 
 def log_choices(deployment: Deployment, dims: MLADims, page_size: int, *, context_rows: int, graphs: bool) -> None:

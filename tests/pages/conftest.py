@@ -1,4 +1,4 @@
-"""The page is also looked at on a running server."""
+"""The page as a server gives it: of the same server that the tests of HTTP share."""
 
 from tests.server.conftest import checkpoint, server
 

@@ -13,7 +13,7 @@ from mla_serve.errors import UserError
 from mla_serve.selection import Fingerprint
 from mla_serve.vllm_plugin.deployment import Deployment, Size
 from mla_serve.vllm_plugin.probing import probe_at_start
-from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices
+from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices, reserve
 from mla_serve.vllm_plugin.table import own_decisions
 from tests.backends.fakes import PlanBound
 from tests.selection.fakes import SMALL, Fake, a_decision, prefill
@@ -108,3 +108,21 @@ def test_graphs_double_the_decodes_of_the_grid() -> None:
     both = deployment.grid(SMALL, 16, 64, graphs=True)
     assert set(plain) < set(both)
     assert {shape.graph for shape in both if shape.absorbed} == {False, True}
+
+
+def test_what_kernels_need_is_allocated_while_the_model_is_loaded() -> None:
+    """Once for all layers; what a step looks up later is there already."""
+    one = Fake("one", capturable=True)
+    deployment = deploy([one])
+    for _ in range(3):
+        reserve(deployment, SMALL, 16, None, context_rows=1024, graphs=True)
+    made = one.calls["prepare"]
+    assert made > 0
+    assert deployment.decisions() == []
+    bound = deployment.bind(SMALL, 16, deployment.limits(1024))
+    bound.prefill(1, 40, lse=False)
+    bound.prefill(2, 40, lse=True)
+    bound.context(1, 20, 60)
+    bound.decode(3, 200, ragged=False)
+    bound.decode(4, 400, ragged=False, graph=True)
+    assert one.calls["prepare"] == made

@@ -11,11 +11,11 @@ from torch import Tensor
 from mla_serve.backends import reference_decode
 from mla_serve.backends.base import BatchLayout
 from mla_serve.selection import PinError
-from mla_serve.shapes import MLADims
+from mla_serve.shapes import AttentionShape, MLADims
 from mla_serve.vllm_plugin.deployment import Planned
 from mla_serve.vllm_plugin.steps import Batch, DecodePlanner, absorb_by_widths
 from tests.backends.fakes import FixedBatch, PlanBound
-from tests.selection.fakes import SMALL, Fake
+from tests.selection.fakes import SMALL, Fake, times
 from tests.vllm_plugin.deploy import CPU, LIMITS, SIZE, deploy
 
 PAGE, PAGES = 16, 40
@@ -165,3 +165,15 @@ def test_where_the_absorbed_form_is_less_arithmetic() -> None:
     assert absorb_by_widths(MLADims(heads=16, nope=128, rope=64, v=128, latent=512)) == 128
     assert absorb_by_widths(MLADims(heads=16, nope=192, rope=64, v=256, latent=512)) == 256
     assert absorb_by_widths(MLADims(heads=16, nope=128, rope=64, v=128, latent=64)) == 512
+
+
+def test_a_captured_kernel_is_the_best_measured_one_that_can_be_captured() -> None:
+    """A table of eager measurements serves graphs too: by the nearest bucket whose winner can be captured."""
+    fast, slow = Fake("fast", capturable=True), Fake("slow", capturable=True)
+    of = planner(slow, fast, measure=times({"fast": 1.0, "slow": 2.0}), expected_context=64)
+    eager = AttentionShape.decode(SMALL, batch=4, kv_len=64, dtype="float32", page_size=PAGE)
+    assert of.deployment.selector.measure(eager).winner == "fast"
+    decision = capture(of, 4).kernel.decision
+    assert decision.winner == "fast"
+    assert decision.note is not None
+    assert "as in the nearest measured bucket" in decision.note
