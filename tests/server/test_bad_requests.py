@@ -240,6 +240,7 @@ def test_parameters_out_of_range(server: Server, field: str, value: Any) -> None
 @pytest.mark.parametrize(("prompt"), [[100_000], [-1], [[5], [100_000]]])
 def test_token_ids_outside_the_vocabulary(server: Server, prompt: Any) -> None:
     refused(server.post("/v1/completions", {"prompt": prompt}), param="prompt")
+    refused(server.post("/v1/completions", {"prompt": prompt, "echo": True}), param="prompt")
 
 
 @pytest.mark.parametrize(

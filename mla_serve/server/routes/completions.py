@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mla_serve.server.answers import Completion
+from mla_serve.server.answers import STREAMED, Completion
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.generation import Delta, plan
 from mla_serve.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
@@ -71,7 +71,7 @@ class CompletionShape(ChoiceShape):
         }
 
 
-@router.post("/v1/completions", response_model=Completion)
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def create_completion(body: CompletionBody, request: Request, state: State) -> Response:
     """Continues one prompt or several; each sample of each prompt is a choice with its own index."""
     state.check_model(body.model)
@@ -79,14 +79,15 @@ async def create_completion(body: CompletionBody, request: Request, state: State
     state.check_open()
     special = body.add_special_tokens is not False
     limit = state.engine.info.max_model_len
-    prompts, echoes = [], []
-    for prompt in body.prompts:
-        ids = (
-            await state.tokenizer.encode_async(prompt, add_special_tokens=special, limit=limit)
-            if isinstance(prompt, str)
-            else prompt
-        )
-        prompts.append(ids)
-        if body.echo:
-            echoes.append(prompt if isinstance(prompt, str) else state.tokenizer.decode(ids))
-    return await respond(request, state, body, plan(state, body, prompts), CompletionShape(state, body, prompts, echoes))
+    prompts = [
+        await state.tokenizer.encode_async(prompt, add_special_tokens=special, limit=limit)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in body.prompts
+    ]
+    generation = plan(state, body, prompts)  # before any id is decoded: one outside the vocabulary is refused here
+    echoes = [
+        text if isinstance(text, str) else state.tokenizer.decode(ids)
+        for text, ids in (zip(body.prompts, prompts, strict=True) if body.echo else ())
+    ]
+    return await respond(request, state, body, generation, CompletionShape(state, body, prompts, echoes))
