@@ -34,18 +34,21 @@ GENERATOR = (
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 THREADS = {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 PORT = 8765
+DTYPES = {"checkpoint": "float32", MODEL_DIR.name: "bfloat16"}
+"""The checkpoints' own; vLLM would round a float32 one to half precision unasked."""
 
 
 def ours(model: Path) -> tuple[list[str], dict[str, str]]:
     """`mla-serve serve` with the embedded engine, as it comes."""
     command = [sys.executable, "-m", "mla_serve.cli", "serve", str(model), "--port", str(PORT), "--served-model-name", "m"]
-    return [*command, "--threads", "2", "--max-model-len", "2048", "--engine", "embedded"], {}
+    return [*command, "--threads", "2", "--max-model-len", "2048", "--engine", "embedded", "--dtype", DTYPES[model.name]], {}
 
 
 def theirs(model: Path, python: str) -> tuple[list[str], dict[str, str]]:
     """vLLM's server without our plugin; its RoPE operator for CPUs, which is wrong for MLA, is off."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m"]
     command += ["--port", str(PORT), "--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", "64"]
+    command += ["--dtype", DTYPES[model.name]]
     command += ["--kv-cache-memory-bytes", str(2 << 30), "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
     return command, {**QUIET, **THREADS, "VLLM_PLUGINS": "none"}
 
