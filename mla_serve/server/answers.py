@@ -9,6 +9,10 @@ from typing_extensions import TypedDict
 FinishReason = Literal["stop", "length"]
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What a generating route may answer beside its JSON."""
+
+
 class ErrorObject(TypedDict):
     message: str
     type: str

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mla_serve.server.answers import ChatCompletion
+from mla_serve.server.answers import STREAMED, ChatCompletion
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.errors import bad_request
 from mla_serve.server.generation import Delta, Token, plan
@@ -109,7 +109,7 @@ async def render_async(state: ServerState, body: ChatBody, *, limited: bool = Tr
     return render(state, body, limited=limited) if short else await asyncio.to_thread(render, state, body, limited=limited)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion)
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
 async def create_chat_completion(body: ChatBody, request: Request, state: State) -> Response:
     """Answers a conversation."""
     state.check_model(body.model)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mla_serve.server.answers import Completion
+from mla_serve.server.answers import STREAMED, Completion
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.generation import Delta, plan
 from mla_serve.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
@@ -71,7 +71,7 @@ class CompletionShape(ChoiceShape):
         }
 
 
-@router.post("/v1/completions", response_model=Completion)
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def create_completion(body: CompletionBody, request: Request, state: State) -> Response:
     """Continues one prompt or several; each sample of each prompt is a choice with its own index."""
     state.check_model(body.model)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mla_serve.server.answers import ResponseObject
+from mla_serve.server.answers import STREAMED, ResponseObject
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.generation import Delta, Tally, Token, plan
 from mla_serve.server.items import Items, Json
@@ -126,7 +126,7 @@ def _text(body: ResponsesBody) -> Json:
     return {"format": form.model_dump(include=names, exclude_none=True, by_alias=True)}
 
 
-@router.post("/v1/responses", response_model=ResponseObject)
+@router.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
 async def create_response(body: ResponsesBody, request: Request, state: State) -> Response:
     """Answers a conversation in OpenAI's newer form. Nothing is stored."""
     state.check_model(body.model)
