@@ -36,7 +36,7 @@ STATUSES = {
 
 
 class _App(FastAPI):
-    """FastAPI, but its document does not promise 422, which this server never answers."""
+    """FastAPI, but its document does not promise 422, which this server never answers, nor describe that answer."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -44,6 +44,8 @@ class _App(FastAPI):
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
         assert self.openapi_schema is not None
         return self.openapi_schema
 

@@ -131,3 +131,14 @@ def test_every_page_is_always_in_one_place(ops):
         pages.free(each)
     pages.check()
     assert pages.num_free == 9
+
+
+def test_memory_that_nothing_has_needed_is_not_touched() -> None:
+    """One request after another lives on the pages of the first: the rest of a large pool costs no memory."""
+    pages = PageAllocator(1000, 4)
+    used = set()
+    for _ in range(500):
+        held = pages.allocate(3)
+        used.update(held)
+        pages.free(held)
+    assert len(used) == 3

@@ -6,7 +6,7 @@ Host-side accounting only: page ids, reference counts, content keys. The latents
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -35,7 +35,8 @@ class PageAllocator:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self._holders = [0] * num_pages
-        self._blank = deque(range(num_pages))  # free, content of no use
+        # Free, content of no use; the last one freed goes out first, so that memory no request has needed yet stays untouched.
+        self._blank = list(reversed(range(num_pages)))
         self._kept: OrderedDict[int, None] = OrderedDict()  # free, content reusable; least recently used first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -52,7 +53,7 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """`count` pages of unknown content, one holder each; asserts that as many are free."""
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
-        pages = [self._blank.popleft() if self._blank else self._evict() for _ in range(count)]
+        pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
         return pages
