@@ -71,6 +71,10 @@ class AttentionBackend(MLACommonBackend):
         return compat.compact_layouts()
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # plans are made from the host's query lengths
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return True  # the selector knows which kernels run here
 

@@ -77,7 +77,9 @@ class DecodePlanner:
         q_lens = batch.q_lens[:n]
         live = sum(1 for length in q_lens if length)
         exact = batch.kv_lens is not None and self.deployment.size.host_lens
-        known = None if batch.kv_lens is None else batch.kv_lens[:n]
+        known = None
+        if batch.kv_lens is not None:  # what stands in a row of graph padding is left over from earlier steps
+            known = tuple(kv if q else 0 for q, kv in zip(q_lens, batch.kv_lens[:n], strict=True))
         layout = BatchLayout(
             num_requests=n,
             live_requests=live,

@@ -80,6 +80,16 @@ def test_a_captured_size_keeps_its_kernel_and_plan_and_is_refreshed_in_place() -
         step.check(planned)
 
 
+def test_what_is_left_over_in_graph_padding_is_not_read() -> None:
+    """The host's copy of a padded row's length is an earlier step's; the device has 0."""
+    of = planner(PlanBound(CPU))
+    step = Step([1, 0], [33, 0], rows=2)
+    step.batch = Batch(step.q_lens, (33, 99), 33)
+    planned = step.plan(of)
+    assert planned.plan.batch.kv_lens_host == (33, 0)
+    step.check(planned)
+
+
 def test_the_expected_context_is_the_longest_where_nobody_says() -> None:
     assert planner().expected_context == SIZE.max_model_len
     assert planner(expected_context=64).expected_context == 64
