@@ -118,6 +118,7 @@ def test_what_kernels_need_is_allocated_while_the_model_is_loaded() -> None:
         reserve(deployment, SMALL, 16, None, context_rows=1024, graphs=True)
     made = one.calls["prepare"]
     assert made > 0
+    assert one.calls["plan"] == made - 1, "each State planned once but the captured one"
     assert deployment.decisions() == []
     bound = deployment.bind(SMALL, 16, deployment.limits(1024))
     bound.prefill(1, 40, lse=False)
