@@ -9,6 +9,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from mla_serve.backends.base import AttentionError, Backend, BatchLayout, Limits, Plan, State
@@ -104,15 +105,27 @@ class BoundSelector:
         return kernel if kernel is not None else self._bind(key)
 
     def reserve(self, shapes: Iterable[AttentionShape]) -> None:
-        """Allocates what the kernels of these shapes need, so that look-ups of their like allocate nothing later.
+        """Allocates what the kernels of these shapes need, so that look-ups of their like allocate little later.
 
-        Where a kernel cannot be had, what it says is a warning.
+        Each makes a plan of the least batch, too: some libraries take their workspaces then, and compile. A captured one makes
+        none, since its buffers are its batch's own. Where a kernel cannot be had, what it says is a warning.
         """
+        plans: dict[int, Plan] = {}  # all live at once, as those of one step are
         for shape in shapes:
             try:
-                self._prepare(self._selector.decide(shape))
+                kernel = self._prepare(self._selector.decide(shape))
+                if not shape.graph and id(kernel.state) not in plans:
+                    plans[id(kernel.state)] = kernel.plan(self._least(shape), scale=1.0)
             except UserError as error:
                 logger.warning("%s", error)
+
+    def _least(self, shape: AttentionShape) -> BatchLayout:
+        """One request with as few tokens as `shape` can have."""
+        device, count = self._selector.device, shape.q_len if shape.absorbed else 1
+        if not shape.absorbed:
+            return BatchLayout.make([count], [count], device)
+        table = torch.zeros(1, -(-count // self.page_size), dtype=torch.int32, device=device)
+        return BatchLayout.make([count], [count], device, block_table=table, page_size=self.page_size)
 
     def decisions(self) -> list[Decision]:
         """All decisions in force, in the order in which they were first needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,7 @@ from mla_serve.shapes import DType, MLADims
 __all__ = [
     "Chunk",
     "chunks_of",
+    "compact_layouts",
     "context_rows",
     "current_config",
     "dims_of",
@@ -146,10 +148,20 @@ def full_graphs(config: Any) -> bool:
     return bool(mode is not None and mode.has_full_cudagraphs())
 
 
-def context_rows(config: Any) -> int:
-    """Cached tokens that vLLM gathers and up-projects at a time."""
+def context_rows(config: Any, page_size: int) -> int:
+    """Cached tokens that vLLM gathers and up-projects at a time once its pages have `page_size` tokens."""
     (builder,) = _from("model_executor.layers.attention.mla_attention", "MLACommonMetadataBuilder")
-    return int(builder.determine_chunked_prefill_workspace_size(config))
+    settled = copy.copy(config)  # the page may not be settled in `config` yet
+    settled.cache_config = copy.copy(config.cache_config)
+    settled.cache_config.block_size = page_size
+    return int(builder.determine_chunked_prefill_workspace_size(settled))
+
+
+def compact_layouts() -> Any:
+    """The cache layouts in which a layer's pages lie side by side; None where vLLM has no other (0.26)."""
+    (backend,) = _from("v1.attention", "backend")
+    layouts = getattr(backend, "KVCacheLayout", None)
+    return None if layouts is None else (layouts["LBNHC"], layouts["LBHNC"])
 
 
 def refuse_parallelism(config: Any) -> None:

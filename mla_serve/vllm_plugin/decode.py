@@ -67,6 +67,14 @@ class AttentionBackend(MLACommonBackend):
         return default_block_size if layer is None else expected_page_size(Deployment.of(config), config, compat.dims_of(layer))
 
     @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        return compat.compact_layouts()
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # plans are made from the host's query lengths
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return True  # the selector knows which kernels run here
 
@@ -98,7 +106,8 @@ class Builder(MLACommonMetadataBuilder[Metadata]):
         self.reorder_batch_threshold = self.planner.absorb_up_to
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, Metadata)
         self._batch: Batch | None = None
-        log_choices(self.planner.deployment, self.planner.dims, self.planner.page_size, **_grid_of(vllm_config))
+        dims, page_size = self.planner.dims, self.planner.page_size
+        log_choices(self.planner.deployment, dims, page_size, **_grid_of(vllm_config, page_size))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -152,15 +161,14 @@ def _planner(config: Any, layer: Any, page_size: int, warm: Warm | None = None) 
     """The planner of `layer` and those like it."""
     deployment = Deployment.of(config)
     return DecodePlanner(
-        deployment, deployment.limits(compat.context_rows(config)), compat.dims_of(layer), scale=layer.scale,
-        page_size=page_size, cache_dtype=compat.cache_dtype_of(layer.kv_cache_dtype), verified=compat.verified_tokens(config),
-        warm=warm,
+        deployment, deployment.limits(compat.context_rows(config, page_size)), compat.dims_of(layer), scale=layer.scale,
+        page_size=page_size, cache_dtype=compat.cache_dtype_of(layer.kv_cache_dtype), warm=warm,
     )  # fmt: skip
 
 
-def _grid_of(config: Any) -> dict[str, Any]:
+def _grid_of(config: Any, page_size: int) -> dict[str, Any]:
     """What of `config` the grid of shapes depends on beside the deployment's own."""
-    return {"context_rows": compat.context_rows(config), "graphs": compat.full_graphs(config)}
+    return {"context_rows": compat.context_rows(config, page_size), "graphs": compat.full_graphs(config)}
 
 
 def _layers(config: Any) -> Iterator[Any]:
@@ -200,8 +208,8 @@ class Impl(MLACommonImpl[Metadata]):
         dims = compat.dims_of(self)
         cache_dtype = compat.cache_dtype_of(kv_cache_dtype)
         page_size = check(self.deployment, config, dims, cache_dtype)
-        probe_at_start(self.deployment, dims, page_size, **_grid_of(config))
-        reserve(self.deployment, dims, page_size, cache_dtype, **_grid_of(config))
+        probe_at_start(self.deployment, dims, page_size, **_grid_of(config, page_size))
+        reserve(self.deployment, dims, page_size, cache_dtype, **_grid_of(config, page_size))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Metadata, layer: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mla_serve.vllm_plugin import compat
 from mla_serve.vllm_plugin.config import RPC, Settings
 from mla_serve.vllm_plugin.table import own_decisions
 
-__all__ = ["Deployment", "Planned", "deployments"]
+__all__ = ["Deployment", "Planned", "Size", "absorb_by_widths", "deployments"]
 
 _LIVE: list[Deployment] = []
 
@@ -55,7 +55,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What of vLLM's configuration a deployment depends on."""
+    """What of vLLM's configuration a deployment depends on.
+
+    `verified` counts the query tokens of a request that speculative decoding verifies, 1 without it. `host_lens` is False where
+    that happens while the host plans the next step.
+    """
 
     dtype: DType
     layers: int
@@ -63,10 +67,11 @@ class Size:
     max_requests: int
     max_tokens: int
     host_lens: bool
+    verified: int = 1
 
     @classmethod
     def of(cls, config: Any) -> Size:
-        """`config` is a VllmConfig. `host_lens` is False where drafts are verified while the host plans the next step."""
+        """`config` is a VllmConfig."""
         model, scheduler = config.model_config, config.scheduler_config
         speculative = getattr(config, "speculative_config", None)
         ahead = getattr(scheduler, "async_scheduling", False)
@@ -77,6 +82,7 @@ class Size:
             max_requests=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
             host_lens=speculative is None or not ahead,
+            verified=compat.verified_tokens(config),
         )
 
 
@@ -138,12 +144,45 @@ class Deployment:
             )  # fmt: skip
         return self._flexible
 
+    def absorb_up_to(self, dims: MLADims) -> int:
+        """Query tokens up to which a request counts as a decode; over `verified` only where the kernel takes mixtures."""
+        pin = self.pinned(Phase.DECODE)
+        if any(backend.name == pin and backend.even_queries for backend in self.selector.backends):
+            return self.size.verified
+        asked = self.settings.absorb_up_to
+        if asked is None:
+            asked = 1 if self.device.type == "cpu" else absorb_by_widths(dims)
+        return max(asked, self.size.verified)
+
+    def extension(self, dims: MLADims) -> int:
+        """The query tokens that kernels are asked for where a batch's are a mixture, or more than are verified: the most.
+
+        One number, since each has buffers of its own.
+        """
+        return 1 << (self.absorb_up_to(dims) - 1).bit_length()
+
     def page_size(self, dims: MLADims) -> int:
         """Tokens per page where nobody says: what the fastest decode of this model takes, as far as that is known."""
         return self.selector.page_size(dims, dtype=self.size.dtype, batch=min(32, self.size.max_requests))
 
+    def extensions(self, dims: MLADims, page_size: int) -> list[AttentionShape]:
+        """Short extensions of cached contexts that this deployment serves absorbed, to be measured with `flexible`."""
+        q_len, longest = self.extension(dims), self.size.max_model_len
+        if self.absorb_up_to(dims) <= self.size.verified:
+            return []
+        lens = sorted({min(length, longest) for length in (1024, 4096, 16384)})
+        return [
+            AttentionShape.decode(dims, batch=batch, kv_len=length, dtype=self.size.dtype, page_size=page_size, q_len=q_len)
+            for batch in (1, 4)
+            for length in lens
+            if batch <= self.size.max_requests
+        ]
+
     def grid(self, dims: MLADims, page_size: int, context_chunk: int, *, graphs: bool) -> list[AttentionShape]:
-        """The shapes that this deployment may see; decodes also as captured graphs where there are any."""
+        """The shapes that this deployment may see; decodes also as captured graphs where there are any.
+
+        With speculative decoding also those that verify drafts.
+        """
         shapes: dict[AttentionShape, None] = {}
         for graph in (False, True) if graphs else (False,):
             found = grid(
@@ -152,6 +191,9 @@ class Deployment:
                 context_chunk=context_chunk, graph=graph,
             )  # fmt: skip
             shapes.update(dict.fromkeys(found))
+        if self.size.verified > 1:
+            decodes = [shape for shape in shapes if shape.absorbed]
+            shapes.update(dict.fromkeys(replace(shape, q_len=self.size.verified) for shape in decodes))
         return list(shapes)
 
     def once(self, what: str, dims: MLADims, page_size: int, do: Callable[[], None]) -> None:
@@ -170,6 +212,18 @@ class Deployment:
         """The name of the kernel that is pinned for `phase`."""
         pin = self.settings.pinned.get(phase.value)
         return None if pin is None else pin.partition("+")[0]
+
+
+def absorb_by_widths(dims: MLADims) -> int:
+    """Query tokens of a request up to which the absorbed form is less arithmetic on a long context, down to a power of two.
+
+    Per key and head, the absorbed form multiplies 2 latent + rope elements for each query token, the un-absorbed one
+    nope + rope + v, and once, to make the key and value, latent (nope + v).
+    """
+    more = (2 * dims.latent + dims.rope) - (dims.qk + dims.v)
+    if more <= 0:
+        return 512
+    return 1 << max(0, (dims.latent * (dims.nope + dims.v) // more).bit_length() - 1)
 
 
 @lru_cache(maxsize=8)

@@ -103,9 +103,9 @@ class PrefillBackend(MLAPrefillBackend):
 
     def _kernels(self) -> BoundSelector:
         if self._bound is None:
-            config = self.vllm_config
-            limits = self.deployment.limits(compat.context_rows(config))
-            self._bound = self.deployment.bind(self.dims, config.cache_config.block_size, limits)
+            page_size = self.vllm_config.cache_config.block_size
+            limits = self.deployment.limits(compat.context_rows(self.vllm_config, page_size))
+            self._bound = self.deployment.bind(self.dims, page_size, limits)
         return self._bound
 
     def _plan(self, kernel: Any, batch: BatchLayout) -> Planned:

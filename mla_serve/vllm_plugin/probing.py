@@ -25,14 +25,21 @@ def probe_at_start(deployment: Deployment, dims: MLADims, page_size: int, *, con
 
     def measure() -> None:
         began = time.monotonic()
-        shapes = deployment.grid(dims, page_size, context_rows, graphs=graphs)
-        shapes = [shape for shape in shapes if deployment.pinned(shape.phase) is None]
-        if settings.probe == "missing":
-            shapes = [shape for shape in shapes if selector.measured(shape) is None]
+        work = [(selector, deployment.grid(dims, page_size, context_rows, graphs=graphs))]
+        if extensions := deployment.extensions(dims, page_size):
+            work.append((deployment.flexible, extensions))
+        done = 0
         try:
-            probe(selector, shapes, again=settings.probe == "all", budget_s=settings.budget)
+            for asked, shapes in work:
+                left = settings.budget - (time.monotonic() - began)
+                wanted = [shape for shape in shapes if deployment.pinned(shape.phase) is None]
+                if settings.probe == "missing":
+                    wanted = [shape for shape in wanted if asked.measured(shape) is None]
+                if wanted:
+                    probe(asked, wanted, again=settings.probe == "all", budget_s=max(0.0, left))
+                done += len(wanted)
         finally:
             selector.close()
-        logger.info("measured attention kernels for %d shapes in %.1f s", len(shapes), time.monotonic() - began)
+        logger.info("measured attention kernels for %d shapes in %.1f s", done, time.monotonic() - began)
 
     deployment.once("probe", dims, page_size, measure)

@@ -62,6 +62,8 @@ def reserve(
         deployment.bind(dims, page_size, limits).reserve(shape for shape in shapes if not shape.absorbed)
         decodes = [replace(shape, cache_dtype=cache_dtype) for shape in shapes if shape.absorbed]
         deployment.bind(dims, page_size, limits, cache_dtype=cache_dtype).reserve(decodes)
+        longer = [replace(shape, cache_dtype=cache_dtype) for shape in deployment.extensions(dims, page_size)]
+        deployment.bind(dims, page_size, limits, cache_dtype=cache_dtype, even=False).reserve(longer)
 
     deployment.once("reserve", dims, page_size, allocate)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from mla_serve.selection.selector import LAST_RESORT
 from mla_serve.shapes import AttentionShape, DType, MLADims, Phase
 from mla_serve.vllm_plugin.deployment import Deployment, Planned
 
-__all__ = ["Batch", "DecodePlanner", "absorb_by_widths"]
+__all__ = ["Batch", "DecodePlanner", "Warm"]
 
 Warm = Callable[[Planned, int], None]
 
@@ -38,11 +37,10 @@ class DecodePlanner:
 
     def __init__(
         self, deployment: Deployment, limits: Limits, dims: MLADims, *, scale: float, page_size: int,
-        cache_dtype: DType | None = None, verified: int = 1, warm: Warm | None = None,
+        cache_dtype: DType | None = None, warm: Warm | None = None,
     ) -> None:  # fmt: skip
-        """`verified` counts the query tokens of a request that speculative decoding verifies; 1 without it."""
         self.deployment, self.dims, self.scale, self.page_size = deployment, dims, scale, page_size
-        self.limits, self.cache_dtype, self.verified = limits, cache_dtype, verified
+        self.limits, self.cache_dtype, self.verified = limits, cache_dtype, deployment.size.verified
         self.capturing = False
         self._warm = warm
         self._captured: dict[tuple[int, int], Planned] = {}
@@ -54,16 +52,10 @@ class DecodePlanner:
         size = self.deployment.size
         return min(self.deployment.settings.expected_context or size.max_model_len, size.max_model_len)
 
-    @cached_property
+    @property
     def absorb_up_to(self) -> int:
-        """Query tokens up to which a request counts as a decode; over `verified` only where the kernel takes mixtures."""
-        pin = self.deployment.pinned(Phase.DECODE)
-        if any(backend.name == pin and backend.even_queries for backend in self.deployment.selector.backends):
-            return self.verified
-        asked = self.deployment.settings.absorb_up_to
-        if asked is None:
-            asked = 1 if self.deployment.device.type == "cpu" else absorb_by_widths(self.dims)
-        return max(asked, self.verified)
+        """See `Deployment.absorb_up_to`."""
+        return self.deployment.absorb_up_to(self.dims)
 
     def why_no_graphs(self) -> str | None:
         """None if a kernel made for it can be captured, else the reason, for a person."""
@@ -85,7 +77,9 @@ class DecodePlanner:
         q_lens = batch.q_lens[:n]
         live = sum(1 for length in q_lens if length)
         exact = batch.kv_lens is not None and self.deployment.size.host_lens
-        known = None if batch.kv_lens is None else batch.kv_lens[:n]
+        known = None
+        if batch.kv_lens is not None:  # what stands in a row of graph padding is left over from earlier steps
+            known = tuple(kv if q else 0 for q, kv in zip(q_lens, batch.kv_lens[:n], strict=True))
         layout = BatchLayout(
             num_requests=n,
             live_requests=live,
@@ -132,23 +126,10 @@ class DecodePlanner:
     def _bound_for(self, layout: BatchLayout) -> tuple[BoundSelector, int]:
         """Kernels for this batch and the query tokens that they are asked for.
 
-        A mixture of lengths, and any length that only a short prompt has, goes to kernels that take mixtures, by powers of
-        two: else each length would be a bucket of its own.
+        A mixture of lengths, and any length that only a short prompt has, goes to kernels that take mixtures, as one bucket.
         """
         longest = max(1, layout.max_q)
         if longest == 1 or (longest <= self.verified and layout.num_tokens == longest * layout.live_requests):
             return self._even, longest
         flexible = self.deployment.bind(self.dims, self.page_size, self.limits, cache_dtype=self.cache_dtype, even=False)
-        return flexible, 1 << (longest - 1).bit_length()
-
-
-def absorb_by_widths(dims: MLADims) -> int:
-    """Query tokens of a request up to which the absorbed form is less arithmetic on a long context, down to a power of two.
-
-    Per key and head, the absorbed form multiplies 2 latent + rope elements for each query token, the un-absorbed one
-    nope + rope + v, and once, to make the key and value, latent (nope + v).
-    """
-    more = (2 * dims.latent + dims.rope) - (dims.qk + dims.v)
-    if more <= 0:
-        return 512
-    return 1 << max(0, (dims.latent * (dims.nope + dims.v) // more).bit_length() - 1)
+        return flexible, self.deployment.extension(self.dims)

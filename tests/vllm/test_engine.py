@@ -43,6 +43,7 @@ def test_each_greedy_token_is_transformers(case: Case, name: str) -> None:
     assert found["ours"] == found["theirs"]
     check_counts(found["counts"])
     check_bases(found["bases"])
+    assert "Using CUSTOM MLA prefill backend" in found["log"]
     assert "attention kernels of mla_serve:" in found["log"]
 
 

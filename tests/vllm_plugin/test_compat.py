@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -73,3 +74,16 @@ def test_speculation() -> None:
 def test_host_lengths() -> None:
     assert compat.host_kv_lens(SimpleNamespace(seq_lens_cpu_upper_bound=torch.tensor([3, 4]))) == (3, 4)
     assert compat.host_kv_lens(SimpleNamespace()) is None
+
+
+def test_a_vllm_that_is_not_known_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a version that has no such module."""
+    old = ModuleType("vllm")
+    old.__version__ = "0.19.0"  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", old)
+    with pytest.raises(UserError) as error:
+        compat.register_classes("a", "b", default=False)
+    assert "works with vLLM 0.26 to 0.33; this is 0.19.0" in str(error.value)
+    assert "install one of those" in str(error.value)

@@ -16,7 +16,7 @@ from mla_serve.vllm_plugin.probing import probe_at_start
 from mla_serve.vllm_plugin.startup import check, expected_page_size, log_choices, reserve
 from mla_serve.vllm_plugin.table import own_decisions
 from tests.backends.fakes import PlanBound
-from tests.selection.fakes import SMALL, Fake, a_decision, prefill
+from tests.selection.fakes import SMALL, Fake, a_decision, prefill, times
 from tests.vllm_plugin.deploy import CPU, SIZE, config, deploy
 
 
@@ -118,6 +118,7 @@ def test_what_kernels_need_is_allocated_while_the_model_is_loaded() -> None:
         reserve(deployment, SMALL, 16, None, context_rows=1024, graphs=True)
     made = one.calls["prepare"]
     assert made > 0
+    assert one.calls["plan"] == made - 1, "each State planned once but the captured one"
     assert deployment.decisions() == []
     bound = deployment.bind(SMALL, 16, deployment.limits(1024))
     bound.prefill(1, 40, lse=False)
@@ -126,3 +127,22 @@ def test_what_kernels_need_is_allocated_while_the_model_is_loaded() -> None:
     bound.decode(3, 200, ragged=False)
     bound.decode(4, 400, ragged=False, graph=True)
     assert one.calls["prepare"] == made
+
+
+def test_extensions_are_measured_with_kernels_that_take_mixtures() -> None:
+    """Where short extensions are served absorbed: and what was measured is what they get."""
+    even, mixed = Fake("even", even_queries=True), Fake("mixed")
+    size = replace(SIZE, max_requests=2)
+    deployment = deploy([even, mixed], size, probe="all", absorb_up_to=20, measure=times({"even": 1.0, "mixed": 2.0}))
+    probe_at_start(deployment, SMALL, 16, context_rows=64, graphs=False)
+    (shape,) = deployment.extensions(SMALL, 16)
+    assert (shape.q_len, shape.kv_len) == (32, 256)
+    decision = deployment.flexible.measured(shape)
+    assert decision is not None
+    assert decision.winner == "mixed"
+    assert deploy([mixed], size, absorb_up_to=1).extensions(SMALL, 16) == []
+
+
+def test_what_verifies_drafts_is_part_of_the_grid() -> None:
+    shapes = deploy([Fake("one")], replace(SIZE, verified=3)).grid(SMALL, 16, 64, graphs=True)
+    assert {shape.q_len for shape in shapes if shape.absorbed} == {1, 3}

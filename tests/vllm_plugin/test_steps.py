@@ -12,8 +12,8 @@ from mla_serve.backends import reference_decode
 from mla_serve.backends.base import BatchLayout
 from mla_serve.selection import PinError
 from mla_serve.shapes import AttentionShape, MLADims
-from mla_serve.vllm_plugin.deployment import Planned
-from mla_serve.vllm_plugin.steps import Batch, DecodePlanner, absorb_by_widths
+from mla_serve.vllm_plugin.deployment import Planned, Size, absorb_by_widths
+from mla_serve.vllm_plugin.steps import Batch, DecodePlanner
 from tests.backends.fakes import FixedBatch, PlanBound
 from tests.selection.fakes import SMALL, Fake, times
 from tests.vllm_plugin.deploy import CPU, LIMITS, SIZE, deploy
@@ -51,9 +51,10 @@ class Step:
         return reference_decode(q_nope, q_pe, cache, layout, scale=SCALE)[0]
 
 
-def planner(*kernels: object, verified: int = 1, warm: object = None, size: object = SIZE, **settings: object) -> DecodePlanner:
+def planner(*kernels: object, verified: int = 1, warm: object = None, size: Size = SIZE, **settings: object) -> DecodePlanner:
+    size = replace(size, verified=verified)
     deployment = deploy(kernels or [FixedBatch(CPU), PlanBound(CPU)], size, **settings)  # type: ignore[arg-type]
-    return DecodePlanner(deployment, LIMITS, SMALL, scale=SCALE, page_size=PAGE, verified=verified, warm=warm)  # type: ignore[arg-type]
+    return DecodePlanner(deployment, LIMITS, SMALL, scale=SCALE, page_size=PAGE, warm=warm)  # type: ignore[arg-type]
 
 
 def capture(of: DecodePlanner, requests: int, q_len: int = 1) -> Planned:
@@ -77,6 +78,16 @@ def test_a_captured_size_keeps_its_kernel_and_plan_and_is_refreshed_in_place() -
         assert planned is held
         assert planned.plan is plan
         step.check(planned)
+
+
+def test_what_is_left_over_in_graph_padding_is_not_read() -> None:
+    """The host's copy of a padded row's length is an earlier step's; the device has 0."""
+    of = planner(PlanBound(CPU))
+    step = Step([1, 0], [33, 0], rows=2)
+    step.batch = Batch(step.q_lens, (33, 99), 33)
+    planned = step.plan(of)
+    assert planned.plan.batch.kv_lens_host == (33, 0)
+    step.check(planned)
 
 
 def test_the_expected_context_is_the_longest_where_nobody_says() -> None:
@@ -109,12 +120,13 @@ def test_other_sizes_and_mixed_batches_are_planned_afresh() -> None:
 
 def test_a_mixture_of_query_lengths_avoids_kernels_that_want_them_even() -> None:
     even = Fake("even", even_queries=True)
-    of = planner(even, PlanBound(CPU), verified=2)
+    of = planner(even, PlanBound(CPU), verified=2, absorb_up_to=12)
     step = Step([2, 2], [40, 50])
     assert step.plan(of).kernel.backend.name == "even"
-    for mixture in (Step([1, 2], [40, 50]), Step([11, 3], [40, 50])):
+    for mixture in (Step([1, 2], [40, 50]), Step([11, 3], [40, 50]), Step([5, 5], [40, 50])):
         planned = mixture.plan(of)
         assert planned.kernel.backend.name == "plan-bound"
+        assert planned.kernel.decision.bucket.shape.q_len == 16
         mixture.check(planned)
 
 
