@@ -131,9 +131,7 @@ def test_user_and_priority_are_accepted(client: openai.OpenAI) -> None:
 
 def test_answers_are_what_the_openai_package_says(server: Server) -> None:
     """The client builds its models without validating; these validate."""
-    Completion.model_validate(
-        server.post("/v1/completions", {"prompt": "ab", "max_tokens": 3, "logprobs": 2}).json()
-    )
+    Completion.model_validate(server.post("/v1/completions", {"prompt": "ab", "max_tokens": 3, "logprobs": 2}).json())
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2, "max_tokens": 4}
     whole = ChatCompletion.model_validate(server.post("/v1/chat/completions", chat).json())
     assert whole.choices[0].logprobs is not None
