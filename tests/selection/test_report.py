@@ -8,7 +8,7 @@ from rich.console import Console
 from mla_serve.backends.padded import Padding
 from mla_serve.selection.decision import CandidateResult
 from mla_serve.selection.fingerprint import Fingerprint
-from mla_serve.selection.report import decision_sentence, in_short, render_decision, render_table
+from mla_serve.selection.report import choices, decision_sentence, in_short, render_decision, render_table
 from tests.selection.fakes import a_decision, decode, prefill
 
 HERE = Fingerprint("a CPU", "2.13.0", threads=2, libraries={"flashinfer-python": "0.6.14"})
@@ -101,6 +101,25 @@ def test_a_terminal_gets_a_table_with_the_same_words() -> None:
     assert "\x1b[" in text
     assert "LSE off by 44% [base 2]" in text
     assert "┃" in text
+
+
+def test_a_logs_table_says_the_runner_up_and_why() -> None:
+    """What has no figures shares a line by phase, kernel, form and reason."""
+    guessed = [
+        replace(
+            a_decision(decode(batch=batch), HERE, rows=(CandidateResult("fake", None, "chosen", "flash"),)),
+            policy="availability",
+        )
+        for batch in (1, 8)
+    ]
+    header, first, second = choices([guessed[0], PADDED, guessed[1]]).splitlines()
+    assert header.split() == ["bucket", "kernel", "padding", "run", "ms", "runner-up", "reason"]
+    assert first.startswith("prefill 1 x 2048 on 2048")
+    assert "torch-flash" in first
+    assert "311.0" in first
+    assert "torch-math 1056" in first
+    assert first.endswith("measured, 3.4x faster than native torch-math at 1056 ms")
+    assert second.split() == ["decode,", "2", "buckets", "fake", "native", "flash"]
 
 
 def test_kernels_that_are_not_here_share_a_line_by_reason() -> None:

@@ -238,6 +238,17 @@ for kv in range(10):
 """
 
 
+def test_a_captured_bucket_is_near_an_eager_one() -> None:
+    """The same kernel, half a doubling away: nearer than any other size, farther than its own measurement."""
+    table = DecisionTable()
+    eager, longer, captured = decode(kv_len=32), decode(kv_len=64, graph=True), decode(kv_len=32, graph=True)
+    table.put(a_decision(longer, HERE))
+    table.put(a_decision(eager, HERE))
+    assert [found.bucket.shape for found in table.near(Bucket.of(captured), "measured", HERE)] == [eager, longer]
+    table.put(a_decision(captured, HERE))
+    assert [found.bucket.shape for found in table.near(Bucket.of(captured), "measured", HERE)] == [captured, eager, longer]
+
+
 def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     command = [sys.executable, "-c", _WRITER, str(path)]
