@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "offer_to_workers",
     "refuse_parallelism",
     "register_classes",
+    "tensor_ranks",
     "worker_device",
 ]
 
@@ -82,6 +84,31 @@ def worker_device() -> torch.device:
     """The device of this worker process."""
     (platform,) = _from("platforms", "current_platform")
     return torch.device("cpu") if platform.is_cpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def tensor_ranks() -> tuple[int, Callable[[float], None]]:
+    """This process among those that share each layer, and how to wait until all of them have come so far.
+
+    Waiting raises UserError after so many seconds.
+    """
+    (group_of,) = _from("distributed.parallel_state", "get_tp_group")
+    try:
+        group = group_of()
+    except AssertionError:  # nothing is distributed
+        return 0, lambda _: None
+
+    def wait(seconds: float) -> None:
+        if group.world_size == 1:
+            return
+        try:
+            torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise UserError(
+                f"another rank has not finished measuring attention kernels within {seconds:g} seconds; lower "
+                "MLA_SERVE_BUDGET, or measure before with mla-serve probe"
+            ) from error
+
+    return group.rank_in_group, wait
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
