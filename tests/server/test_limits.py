@@ -53,8 +53,9 @@ def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.mark.parametrize(
     "path",
     ["/v1/models", "/v1/completions", "/load", "/metrics", "/attention", "/attention/decisions", "/docs", "/openapi.json",
-     "/nope", "/health/", "//health",
-     "/health/../v1/models", "/%68ealth/x", "/v1/models?x=/health", "/ready/../load", "/HEALTH"],
+     "/nope", "/health/", "//health", "/v1/models/", "//v1/models", "/v1/../health", "/%2e%2e/health",
+     "/health/../v1/models", "/health/%2e%2e/v1/models", "/health%00", "/%68ealth/x", "/v1/models?x=/health", "/ready/../load",
+     "/HEALTH"],
 )  # fmt: skip
 def test_every_route_wants_a_key(strict: Server, path: str) -> None:
     target = httpx.URL(strict.url).copy_with(raw_path=path.encode())
@@ -64,6 +65,12 @@ def test_every_route_wants_a_key(strict: Server, path: str) -> None:
         assert response.json()["error"]["code"] == "invalid_api_key"
         scheme = "Basic" if path.startswith("/attention") else "Bearer"
         assert response.headers["www-authenticate"].split()[0] == scheme
+
+
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "TRACE"])
+def test_no_method_gets_past_the_keys(strict: Server, method: str) -> None:
+    assert strict.http.request(method, f"{strict.url}/v1/models").status_code == 401
+    assert strict.http.request(method, f"{strict.url}/v1/models", headers=AUTH).status_code == 405
 
 
 def test_health_checks_want_none(strict: Server) -> None:

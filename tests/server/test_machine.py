@@ -186,10 +186,10 @@ def run(server: Server, examples: int) -> Json:
 
 
 def test_nothing_is_left_behind(server: Server) -> None:
-    assert min(run(server, 25).values()) > 0
+    assert min(run(server, 80).values()) > 0
 
 
 @pytest.mark.slow("machine")
 @pytest.mark.timeout(1800)
 def test_nothing_is_left_behind_for_long(server: Server, record_property: Callable[[str, object], None]) -> None:
-    record_property("figures", {"seed": SEED, "done": run(server, 300)})
+    record_property("figures", {"seed": SEED, "done": run(server, 600)})

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from mla_serve.engine.embedded.threads import available_threads
+from tests.server.conftest import checkpoint
+
+__all__ = ["checkpoint"]
 
 
 @pytest.fixture(params=sorted({1, available_threads()}), ids=lambda count: f"{count}-threads")

@@ -22,15 +22,20 @@ from tests.server.conftest import Server, start_server
 
 KILLS = 20
 WITHIN = 5.0  # seconds from the kill to the last stream's end
+LONG = {
+    "type": "json_schema", "name": "long", "schema": {
+        "type": "object", "properties": {"a": {"type": "string", "minLength": 1000, "maxLength": 1000}}, "required": ["a"],
+    },
+}  # fmt: skip
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "XY", "max_tokens": 4000, "ignore_eos": True}),
     ("/v1/completions", {"prompt": "XY", "max_tokens": 4000, "ignore_eos": True, "n": 3, "logprobs": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "aä"}], "max_tokens": 4000, "ignore_eos": True}),
     (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "guided_regex": "[ab]{3000}", "max_tokens": 4000},
+        {"messages": [{"role": "user", "content": "a"}], "guided_regex": "[ab]{1000}", "max_tokens": 4000},
     ),
-    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 4000}),
+    ("/v1/responses", {"input": "a", "text": {"format": LONG}, "max_output_tokens": 4000}),
 ]
 STREAMS = 20
 
@@ -50,7 +55,7 @@ async def stream(client: httpx.AsyncClient, number: int, opened: list[int]) -> t
     except httpx.HTTPError as error:
         return f"cut: {type(error).__name__}", time.monotonic()
     error = {} if last == "data: [DONE]" else json.loads(last.removeprefix("data: ")).get("error") or {}
-    return ("error event" if error.get("code") == "engine_dead" else last), time.monotonic()
+    return ("error event" if error.get("code") == "engine_dead" else f"ended well: {last[:60]}"), time.monotonic()
 
 
 async def kill_under_load(server: Server, delay: float) -> tuple[Counter[str], float, int]:
