@@ -1,0 +1,238 @@
+"""The kernel of `triton-mla`: absorbed paged decode in one launch. Imported only where Triton is there and usable.
+
+Words. A tile is BLOCK_M rows of one request, a row being a (query token, head) pair. A block is BLOCK_N keys. The work of a
+tile is its request's blocks, one after another; the work of a step is that of all tiles, request by request. Each program takes
+`share` consecutive blocks of it, so a tile may be cut into pieces that lie in neighbouring programs; `triton_mla_schedule` says
+which. A program has at most two pieces that are no whole tile: the end of one tile (which may also be its middle) and the
+beginning of another. So two slots of the workspace are enough for it: 2 * program for a piece that does not begin its tile,
+2 * program + 1 for one that does.
+
+Memory order. A piece is handed over in four steps: (1) all threads of its program store the partial state, plain stores;
+(2) `debug_barrier` (bar.sync) orders these before what any thread of the program does afterwards; (3) one thread adds to the
+group's counter with acquire-release semantics at GPU scope. Release is cumulative over the barrier, so whoever observes the sum
+also observes the stores of (1). Additions to one counter form one release sequence, hence (4) the program that finds all others
+counted has acquired the stores of all of them; Triton hands the sum to that program's other threads through shared memory and
+a barrier, a second `debug_barrier` keeps the loads behind it, and they bypass L1 (".cg"), which is not coherent. Nobody waits
+for anybody, so the programs may run in any order and not all at once. The reducer alone touches the counter after that, in this
+launch, and stores 0; the next launch of the stream sees it, as kernels of a stream follow one another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["decode_kernel"]
+
+
+@triton.jit
+def _finished(acc, peak, total):
+    """From an online softmax's running sums: normalised output [M, L] and base-2 LSE [M]; rows without keys 0 and -inf."""
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    return acc / divisor[:, None], tl.where(empty, float("-inf"), peak + tl.math.log2(divisor))
+
+
+@triton.jit
+def _attend(
+    q, q_pe, cache, pages, kv_len, limit, begin, end, stride_page, stride_slot, logit_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One tile's rows on the blocks from `begin` to `end`: normalised output and base-2 LSE. `limit` [M]: keys a row sees."""
+    column = tl.arange(0, BLOCK_L)
+    rope_column = tl.arange(0, BLOCK_R)
+    acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for block in range(begin, end):
+        first = block * BLOCK_N
+        key = first + tl.arange(0, BLOCK_N)
+        readable = key < kv_len
+        if PAGE % BLOCK_N == 0:  # a block lies in one page
+            page = tl.load(pages + first // PAGE, mask=first < kv_len, other=0).to(tl.int64)
+            row = page * stride_page + (first % PAGE + tl.arange(0, BLOCK_N)) * stride_slot
+        else:
+            page = tl.load(pages + key // PAGE, mask=readable, other=0).to(tl.int64)
+            row = page * stride_page + (key % PAGE) * stride_slot
+        # What must not be read becomes 0 here, so a NaN in it reaches neither product.
+        if LATENT == BLOCK_L:
+            latent = tl.load(cache + row[:, None] + column[None, :], mask=readable[:, None], other=0.0)
+        else:
+            inside = readable[:, None] & (column < LATENT)[None, :]
+            latent = tl.load(cache + row[:, None] + column[None, :], mask=inside, other=0.0)
+        latent = latent.to(q.dtype)
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        if ROPE > 0:
+            inside = readable[:, None] & (rope_column < ROPE)[None, :]
+            rope = tl.load(cache + row[:, None] + LATENT + rope_column[None, :], mask=inside, other=0.0).to(q.dtype)
+            scores = tl.dot(q_pe, tl.trans(rope), scores, input_precision="ieee")
+        scores = tl.where(key[None, :] < limit[:, None], scores * logit_scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
+        weights = tl.math.exp2(scores - shift[:, None])
+        fade = tl.math.exp2(peak - shift)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), latent, acc * fade[:, None], input_precision="ieee")
+        peak = higher
+    return _finished(acc, peak, total)
+
+
+@triton.jit
+def _keep(state, state_lse, slot, result, lse, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Stores a partial state in the workspace."""
+    row = tl.arange(0, BLOCK_M)
+    inside = row[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+    tl.store(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, result)
+    tl.store(state_lse + slot * BLOCK_M + row, lse)
+
+
+@triton.jit
+def _arrived_last(counter, expected):
+    """Counts this program's partial state in; True for the one that completes `expected`, which also resets the counter."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(counter, 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def _union(state, state_lse, program, begin, end, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr):
+    """The pieces begin, begin + STEP, ... before `end` of the tile that begins in `program`, as one state."""
+    row = tl.arange(0, BLOCK_M)
+    inside = row[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for piece in range(begin, end, STEP):
+        slot = _slot(program, piece)
+        lse = tl.load(state_lse + slot * BLOCK_M + row, cache_modifier=".cg")
+        result = tl.load(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, cache_modifier=".cg")
+        higher = tl.maximum(peak, lse)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.math.exp2(peak - shift)
+        weight = tl.math.exp2(lse - shift)
+        acc = acc * fade[:, None] + result * weight[:, None]
+        total = total * fade + weight
+        peak = higher
+    return _finished(acc, peak, total)
+
+
+@triton.jit
+def _slot(program, piece):
+    """Where the workspace has the `piece`-th piece of the tile that begins in `program`."""
+    return 2 * (program + piece) + tl.where(piece == 0, 1, 0)
+
+
+@triton.jit
+def _put(
+    out, out_lse, result, lse, token, head, real, stride_token, stride_head, cache_scale,
+    NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's final answer: natural-log LSE, output in the values' own scale."""
+    column = tl.arange(0, BLOCK_L)
+    place = token.to(tl.int64) * stride_token + head * stride_head
+    inside = real[:, None] & (column < LATENT)[None, :]
+    tl.store(out + place[:, None] + column[None, :], (result * cache_scale).to(out.dtype.element_ty), mask=inside)
+    if NEED_LSE:
+        tl.store(out_lse + token.to(tl.int64) * HEADS + head, lse * 0.6931471805599453, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def decode_kernel(
+    q_nope, q_pe, cache, out, out_lse, table, schedule, requests, starts, state, state_lse, counters,
+    num_tokens, stride_nope_token, stride_nope_head, stride_pe_token, stride_pe_head, stride_page, stride_slot,
+    stride_out_token, stride_out_head, stride_table, logit_scale, cache_scale,
+    NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    FAN: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """One step of one layer.
+
+    `schedule` [share, total, tokens of requests], `requests` [requests, 5] (first block, end, first token, query tokens, keys),
+    `starts` [PROGRAMS] (the request in which a program begins), all int32. `state` [2 * PROGRAMS, BLOCK_M, BLOCK_L] and
+    `state_lse` float32; `counters` [2, 2 * PROGRAMS] int32, 0 before and after. `logit_scale` makes logits base 2.
+    Tiles of more than FAN pieces are reduced in two levels: groups of FAN by their last programs, the groups by the last of these.
+    """
+    program = tl.program_id(0)
+    share = tl.load(schedule)
+    total = tl.load(schedule + 1)
+    request = tl.load(starts + program)
+    position = program * share
+    stop = tl.minimum(position + share, total)
+    while position < stop:
+        while tl.load(requests + request * 5 + 1) <= position:
+            request += 1
+        about = requests + request * 5
+        first_token = tl.load(about + 2)
+        q_len = tl.load(about + 3)
+        kv_len = tl.load(about + 4)
+        done = position - tl.load(about)
+        blocks = tl.maximum(tl.cdiv(kv_len, BLOCK_N), 1)
+        tile = done // blocks
+        begin = done - tile * blocks
+        tile_begin = position - begin
+        end = tl.minimum(blocks, stop - tile_begin)
+
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = row < q_len * HEADS
+        token = row // HEADS
+        head = row - token * HEADS
+        limit = kv_len - q_len + token + 1  # bottom-right: the last query token sees all keys
+        token += first_token
+        column = tl.arange(0, BLOCK_L)
+        place = token.to(tl.int64) * stride_nope_token + head * stride_nope_head
+        inside = real[:, None] & (column < LATENT)[None, :]
+        q = tl.load(q_nope + place[:, None] + column[None, :], mask=inside, other=0.0)
+        q_rope = q
+        if ROPE > 0:
+            rope_column = tl.arange(0, BLOCK_R)
+            place = token.to(tl.int64) * stride_pe_token + head * stride_pe_head
+            inside = real[:, None] & (rope_column < ROPE)[None, :]
+            q_rope = tl.load(q_pe + place[:, None] + rope_column[None, :], mask=inside, other=0.0)
+        result, lse = _attend(
+            q, q_rope, cache, table + request.to(tl.int64) * stride_table, kv_len, limit, begin, end,
+            stride_page, stride_slot, logit_scale, LATENT, ROPE, PAGE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+        )  # fmt: skip
+
+        if end - begin == blocks:
+            _put(
+                out, out_lse, result, lse, token, head, real, stride_out_token, stride_out_head, cache_scale,
+                NEED_LSE, HEADS, LATENT, BLOCK_L,
+            )  # fmt: skip
+        else:
+            # Which programs have a piece of this tile follows from its place in the work.
+            first_program = tile_begin // share
+            pieces = (tile_begin + blocks - 1) // share - first_program + 1
+            piece = program - first_program
+            group = piece // FAN * FAN
+            group_end = tl.minimum(group + FAN, pieces)
+            _keep(state, state_lse, _slot(first_program, piece), result, lse, BLOCK_M, BLOCK_L)
+            if _arrived_last(counters + _slot(first_program, group), group_end - group):
+                whole, whole_lse = _union(state, state_lse, first_program, group, group_end, 1, BLOCK_M, BLOCK_L)
+                last = pieces <= FAN
+                if pieces > FAN:
+                    # The group's first slot has been read by this program alone, which may now use it for the group.
+                    tl.debug_barrier()
+                    _keep(state, state_lse, _slot(first_program, group), whole, whole_lse, BLOCK_M, BLOCK_L)
+                    groups = tl.cdiv(pieces, FAN)
+                    last = _arrived_last(counters + 2 * PROGRAMS + _slot(first_program, 0), groups)
+                    if last:
+                        whole, whole_lse = _union(state, state_lse, first_program, 0, pieces, FAN, BLOCK_M, BLOCK_L)
+                if last:
+                    _put(
+                        out, out_lse, whole, whole_lse, token, head, real, stride_out_token, stride_out_head, cache_scale,
+                        NEED_LSE, HEADS, LATENT, BLOCK_L,
+                    )  # fmt: skip
+        position = tile_begin + end
+
+    # Tokens of no request, behind those of all requests.
+    column = tl.arange(0, BLOCK_L)
+    for token in range(tl.load(schedule + 2) + program, num_tokens, PROGRAMS):
+        for head in range(HEADS):
+            place = token.to(tl.int64) * stride_out_token + head * stride_out_head
+            tl.store(out + place + column, tl.zeros([BLOCK_L], dtype=out.dtype.element_ty), mask=column < LATENT)
+            if NEED_LSE:
+                tl.store(out_lse + token.to(tl.int64) * HEADS + head, float("-inf"))
