@@ -34,10 +34,16 @@ def _finished(acc, peak, total):
 
 
 @triton.jit
+def _operand(x, INTERPRETED: tl.constexpr):
+    """An operand of a product; the interpreter multiplies bfloat16 as the integers that it keeps them in."""
+    return x.to(tl.float32) if INTERPRETED else x
+
+
+@triton.jit
 def _attend(
     q, q_pe, cache, pages, kv_len, limit, begin, end, stride_page, stride_slot, logit_scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One tile's rows on the blocks from `begin` to `end`: normalised output and base-2 LSE. `limit` [M]: keys a row sees."""
     column = tl.arange(0, BLOCK_L)
@@ -61,19 +67,20 @@ def _attend(
         else:
             inside = readable[:, None] & (column < LATENT)[None, :]
             latent = tl.load(cache + row[:, None] + column[None, :], mask=inside, other=0.0)
-        latent = latent.to(q.dtype)
-        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        latent = _operand(latent.to(q.dtype), INTERPRETED)
+        scores = tl.dot(_operand(q, INTERPRETED), tl.trans(latent), input_precision="ieee")
         if ROPE > 0:
             inside = readable[:, None] & (rope_column < ROPE)[None, :]
             rope = tl.load(cache + row[:, None] + LATENT + rope_column[None, :], mask=inside, other=0.0).to(q.dtype)
-            scores = tl.dot(q_pe, tl.trans(rope), scores, input_precision="ieee")
+            rope = _operand(rope, INTERPRETED)
+            scores = tl.dot(_operand(q_pe, INTERPRETED), tl.trans(rope), scores, input_precision="ieee")
         scores = tl.where(key[None, :] < limit[:, None], scores * logit_scale, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
         weights = tl.math.exp2(scores - shift[:, None])
         fade = tl.math.exp2(peak - shift)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), latent, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(_operand(weights.to(q.dtype), INTERPRETED), latent, acc * fade[:, None], input_precision="ieee")
         peak = higher
     return _finished(acc, peak, total)
 
@@ -147,7 +154,7 @@ def decode_kernel(
     stride_out_token, stride_out_head, stride_table, logit_scale, cache_scale,
     NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    FAN: tl.constexpr, PROGRAMS: tl.constexpr,
+    FAN: tl.constexpr, PROGRAMS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step of one layer.
 
@@ -194,7 +201,7 @@ def decode_kernel(
             q_rope = tl.load(q_pe + place[:, None] + rope_column[None, :], mask=inside, other=0.0)
         result, lse = _attend(
             q, q_rope, cache, table + request.to(tl.int64) * stride_table, kv_len, limit, begin, end,
-            stride_page, stride_slot, logit_scale, LATENT, ROPE, PAGE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R,
+            stride_page, stride_slot, logit_scale, LATENT, ROPE, PAGE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, INTERPRETED,
         )  # fmt: skip
 
         if end - begin == blocks:
