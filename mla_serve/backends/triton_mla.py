@@ -174,7 +174,8 @@ class TritonMLA(Backend):
                 plan.scale * cache_scale / math.log(2.0), cache_scale,
                 NEED_LSE=need_lse, HEADS=heads, LATENT=latent, ROPE=rope, PAGE=cache.shape[1],
                 BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_L=plan.partial.shape[2], BLOCK_R=up(max(16, rope)),
-                FAN=tuning.fan, PROGRAMS=plan.state.programs, INTERPRETED=q_nope.device.type == "cpu",
+                FAN=tuning.fan, PROGRAMS=plan.state.programs, PART=min(tuning.part, plan.partial.shape[2]), SWAP=tuning.swap,
+                INTERPRETED=q_nope.device.type == "cpu",
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return result, lse

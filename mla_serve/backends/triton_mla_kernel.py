@@ -26,72 +26,92 @@ __all__ = ["decode_kernel"]
 
 
 @triton.jit
-def _finished(acc, peak, total):
-    """From an online softmax's running sums: normalised output [M, L] and base-2 LSE [M]; rows without keys 0 and -inf."""
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
-    return acc / divisor[:, None], tl.where(empty, float("-inf"), peak + tl.math.log2(divisor))
-
-
-@triton.jit
 def _operand(x, INTERPRETED: tl.constexpr):
     """An operand of a product; the interpreter multiplies bfloat16 as the integers that it keeps them in."""
     return x.to(tl.float32) if INTERPRETED else x
 
 
 @triton.jit
-def _attend(
-    q, q_pe, cache, pages, kv_len, limit, begin, end, stride_page, stride_slot, logit_scale,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """One tile's rows on the blocks from `begin` to `end`: normalised output and base-2 LSE. `limit` [M]: keys a row sees."""
-    column = tl.arange(0, BLOCK_L)
-    rope_column = tl.arange(0, BLOCK_R)
-    acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for block in range(begin, end):
-        first = block * BLOCK_N
-        key = first + tl.arange(0, BLOCK_N)
-        readable = key < kv_len
-        if PAGE % BLOCK_N == 0:  # a block lies in one page
-            page = tl.load(pages + first // PAGE, mask=first < kv_len, other=0).to(tl.int64)
-            row = page * stride_page + (first % PAGE + tl.arange(0, BLOCK_N)) * stride_slot
-        else:
-            page = tl.load(pages + key // PAGE, mask=readable, other=0).to(tl.int64)
-            row = page * stride_page + (key % PAGE) * stride_slot
-        # What must not be read becomes 0 here, so a NaN in it reaches neither product.
-        if LATENT == BLOCK_L:
-            latent = tl.load(cache + row[:, None] + column[None, :], mask=readable[:, None], other=0.0)
-        else:
-            inside = readable[:, None] & (column < LATENT)[None, :]
-            latent = tl.load(cache + row[:, None] + column[None, :], mask=inside, other=0.0)
-        latent = _operand(latent.to(q.dtype), INTERPRETED)
-        scores = tl.dot(_operand(q, INTERPRETED), tl.trans(latent), input_precision="ieee")
-        if ROPE > 0:
-            inside = readable[:, None] & (rope_column < ROPE)[None, :]
-            rope = tl.load(cache + row[:, None] + LATENT + rope_column[None, :], mask=inside, other=0.0).to(q.dtype)
-            rope = _operand(rope, INTERPRETED)
-            scores = tl.dot(_operand(q_pe, INTERPRETED), tl.trans(rope), scores, input_precision="ieee")
-        scores = tl.where(key[None, :] < limit[:, None], scores * logit_scale, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
-        weights = tl.math.exp2(scores - shift[:, None])
-        fade = tl.math.exp2(peak - shift)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(_operand(weights.to(q.dtype), INTERPRETED), latent, acc * fade[:, None], input_precision="ieee")
-        peak = higher
-    return _finished(acc, peak, total)
+def _along(x, SWAP: tl.constexpr, KEYS: tl.constexpr):
+    """A vector over keys (KEYS) or rows, spread over the matrix of scores: [rows, keys], or its transpose with SWAP."""
+    return x[:, None] if SWAP == KEYS else x[None, :]
 
 
 @triton.jit
-def _keep(state, state_lse, slot, result, lse, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Stores a partial state in the workspace."""
-    row = tl.arange(0, BLOCK_M)
-    inside = row[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
-    tl.store(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, result)
-    tl.store(state_lse + slot * BLOCK_M + row, lse)
+def _place(pages, first, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page, one or [N], and slot [N] of the keys from `first` on; page 0 for those that are not there."""
+    key = first + tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:  # a block lies in one page
+        page = tl.load(pages + first // PAGE, mask=first < kv_len, other=0).to(tl.int64)
+        slot = first % PAGE + tl.arange(0, BLOCK_N)
+    else:
+        page = tl.load(pages + key // PAGE, mask=key < kv_len, other=0).to(tl.int64)
+        slot = key % PAGE
+    return page, slot
+
+
+@triton.jit
+def _attend(
+    q, q_pe, cache, pages, kv_len, limit, begin, end, stride_page, stride_slot, logit_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile's rows on the blocks from `begin` to `end`: normalised output and base-2 LSE. `limit` [M]: keys a row sees.
+
+    With SWAP both products are computed transposed, so that the latents are the tall operand, whose height tensor cores of
+    Hopper want to be 64, and the few rows of queries the narrow one.
+    """
+    column = tl.arange(0, BLOCK_L)
+    rope_column = tl.arange(0, BLOCK_R)
+    acc = tl.zeros([BLOCK_L, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_L], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # Looked up one block ahead, so that no load of latents waits for its address.
+    page, slot = _place(pages, begin * BLOCK_N, kv_len, PAGE, BLOCK_N)
+    for block in range(begin, end):
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        readable = (key < kv_len)[:, None]
+        row = (page * stride_page + slot * stride_slot)[:, None]
+        page, slot = _place(pages, (block + 1) * BLOCK_N, kv_len, PAGE, BLOCK_N)
+        # What must not be read becomes 0 here, so a NaN in it reaches neither product.
+        inside = readable if LATENT == BLOCK_L else readable & (column < LATENT)[None, :]
+        latent = tl.load(cache + row + column[None, :], mask=inside, other=0.0)
+        latent = _operand(latent.to(q.dtype), INTERPRETED)
+        if SWAP:
+            scores = tl.dot(latent, tl.trans(_operand(q, INTERPRETED)), input_precision="ieee")
+        else:
+            scores = tl.dot(_operand(q, INTERPRETED), tl.trans(latent), input_precision="ieee")
+        if ROPE > 0:
+            inside = readable if ROPE == BLOCK_R else readable & (rope_column < ROPE)[None, :]
+            rope = tl.load(cache + row + LATENT + rope_column[None, :], mask=inside, other=0.0)
+            rope = _operand(rope.to(q.dtype), INTERPRETED)
+            if SWAP:
+                scores = tl.dot(rope, tl.trans(_operand(q_pe, INTERPRETED)), scores, input_precision="ieee")
+            else:
+                scores = tl.dot(_operand(q_pe, INTERPRETED), tl.trans(rope), scores, input_precision="ieee")
+        seen = _along(key, SWAP, True) < _along(limit, SWAP, False)
+        scores = tl.where(seen, scores * logit_scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 0 if SWAP else 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
+        weights = tl.math.exp2(scores - _along(shift, SWAP, False))
+        fade = tl.math.exp2(peak - shift)
+        total = total * fade + tl.sum(weights, 0 if SWAP else 1)
+        acc = acc * _along(fade, SWAP, False)
+        weights = _operand(weights.to(q.dtype), INTERPRETED)
+        if SWAP:
+            acc = tl.dot(tl.trans(latent), weights, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weights, latent, acc, input_precision="ieee")
+        peak = higher
+    divisor = tl.where(total == 0.0, 1.0, total)  # a row that sees no key: 0 and -inf
+    acc = acc / _along(divisor, SWAP, False)
+    return tl.trans(acc) if SWAP else acc, tl.where(total == 0.0, float("-inf"), peak + tl.math.log2(divisor))
+
+
+@triton.jit
+def _slot(program, piece):
+    """Where the workspace has the `piece`-th piece of the tile that begins in `program`."""
+    return 2 * (program + piece) + tl.where(piece == 0, 1, 0)
 
 
 @triton.jit
@@ -106,40 +126,45 @@ def _arrived_last(counter, expected):
 
 
 @triton.jit
-def _union(state, state_lse, program, begin, end, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The pieces begin, begin + STEP, ... before `end` of the tile that begins in `program`, as one state."""
+def _union_lse(state_lse, program, begin, end, STEP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The base-2 LSE [M] over the pieces begin, begin + STEP, ... before `end` of the tile that begins in `program`."""
     row = tl.arange(0, BLOCK_M)
-    inside = row[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     for piece in range(begin, end, STEP):
-        slot = _slot(program, piece)
-        lse = tl.load(state_lse + slot * BLOCK_M + row, cache_modifier=".cg")
-        result = tl.load(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, cache_modifier=".cg")
+        lse = tl.load(state_lse + _slot(program, piece) * BLOCK_M + row, cache_modifier=".cg")
         higher = tl.maximum(peak, lse)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.math.exp2(peak - shift)
-        weight = tl.math.exp2(lse - shift)
-        acc = acc * fade[:, None] + result * weight[:, None]
-        total = total * fade + weight
+        total = total * tl.math.exp2(peak - shift) + tl.math.exp2(lse - shift)
         peak = higher
-    return _finished(acc, peak, total)
+    return tl.where(total == 0.0, float("-inf"), peak + tl.math.log2(tl.where(total == 0.0, 1.0, total)))
 
 
 @triton.jit
-def _slot(program, piece):
-    """Where the workspace has the `piece`-th piece of the tile that begins in `program`."""
-    return 2 * (program + piece) + tl.where(piece == 0, 1, 0)
+def _union_part(
+    state, state_lse, whole_lse, program, begin, end, first_column, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The output of the same pieces, PART columns of it. A tile's whole width twice over would not fit in registers."""
+    row = tl.arange(0, BLOCK_M)
+    inside = row[:, None] * BLOCK_L + first_column + tl.arange(0, PART)[None, :]
+    shift = tl.where(whole_lse == float("-inf"), 0.0, whole_lse)
+    acc = tl.zeros([BLOCK_M, PART], dtype=tl.float32)
+    for piece in range(begin, end, STEP):
+        slot = _slot(program, piece)
+        weight = tl.math.exp2(tl.load(state_lse + slot * BLOCK_M + row, cache_modifier=".cg") - shift)
+        result = tl.load(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, cache_modifier=".cg")
+        acc += result * weight[:, None]
+    return acc
 
 
 @triton.jit
 def _put(
-    out, out_lse, result, lse, token, head, real, stride_token, stride_head, cache_scale,
-    NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_L: tl.constexpr,
+    out, out_lse, result, lse, first_column, token, head, real, stride_token, stride_head, cache_scale,
+    NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's final answer: natural-log LSE, output in the values' own scale."""
-    column = tl.arange(0, BLOCK_L)
+    """Writes a tile's final answer, WIDTH columns of it: output in the values' own scale, natural-log LSE."""
+    column = first_column + tl.arange(0, WIDTH)
     place = token.to(tl.int64) * stride_token + head * stride_head
     inside = real[:, None] & (column < LATENT)[None, :]
     tl.store(out + place[:, None] + column[None, :], (result * cache_scale).to(out.dtype.element_ty), mask=inside)
@@ -154,7 +179,7 @@ def decode_kernel(
     stride_out_token, stride_out_head, stride_table, logit_scale, cache_scale,
     NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    FAN: tl.constexpr, PROGRAMS: tl.constexpr, INTERPRETED: tl.constexpr,
+    FAN: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr, SWAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step of one layer.
 
@@ -200,13 +225,13 @@ def decode_kernel(
             inside = real[:, None] & (rope_column < ROPE)[None, :]
             q_rope = tl.load(q_pe + place[:, None] + rope_column[None, :], mask=inside, other=0.0)
         result, lse = _attend(
-            q, q_rope, cache, table + request.to(tl.int64) * stride_table, kv_len, limit, begin, end,
-            stride_page, stride_slot, logit_scale, LATENT, ROPE, PAGE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, INTERPRETED,
+            q, q_rope, cache, table + request.to(tl.int64) * stride_table, kv_len, limit, begin, end, stride_page, stride_slot,
+            logit_scale, LATENT, ROPE, PAGE, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, SWAP, INTERPRETED,
         )  # fmt: skip
 
         if end - begin == blocks:
             _put(
-                out, out_lse, result, lse, token, head, real, stride_out_token, stride_out_head, cache_scale,
+                out, out_lse, result, lse, 0, token, head, real, stride_out_token, stride_out_head, cache_scale,
                 NEED_LSE, HEADS, LATENT, BLOCK_L,
             )  # fmt: skip
         else:
@@ -216,23 +241,45 @@ def decode_kernel(
             piece = program - first_program
             group = piece // FAN * FAN
             group_end = tl.minimum(group + FAN, pieces)
-            _keep(state, state_lse, _slot(first_program, piece), result, lse, BLOCK_M, BLOCK_L)
-            if _arrived_last(counters + _slot(first_program, group), group_end - group):
-                whole, whole_lse = _union(state, state_lse, first_program, group, group_end, 1, BLOCK_M, BLOCK_L)
-                last = pieces <= FAN
-                if pieces > FAN:
-                    # The group's first slot has been read by this program alone, which may now use it for the group.
+            slot = _slot(first_program, piece)
+            lane = tl.arange(0, BLOCK_M)
+            columns = lane[:, None] * BLOCK_L + column[None, :]
+            tl.store(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + columns, result)
+            tl.store(state_lse + slot * BLOCK_M + lane, lse)
+            slot = _slot(first_program, group)
+            if _arrived_last(counters + slot, group_end - group):
+                whole_lse = _union_lse(state_lse, first_program, group, group_end, 1, BLOCK_M)
+                if pieces <= FAN:
+                    for part in range(0, LATENT, PART):
+                        whole = _union_part(
+                            state, state_lse, whole_lse, first_program, group, group_end, part, 1, BLOCK_M, BLOCK_L, PART
+                        )
+                        _put(
+                            out, out_lse, whole, whole_lse, part, token, head, real, stride_out_token, stride_out_head,
+                            cache_scale, NEED_LSE, HEADS, LATENT, PART,
+                        )  # fmt: skip
+                else:
+                    # The group's pieces have been counted, so this program alone reads them, and may put the union in the
+                    # slot of the first, column by column as it goes and the LSE at the end.
+                    for part in range(0, LATENT, PART):
+                        whole = _union_part(
+                            state, state_lse, whole_lse, first_program, group, group_end, part, 1, BLOCK_M, BLOCK_L, PART
+                        )
+                        tl.debug_barrier()
+                        some = lane[:, None] * BLOCK_L + part + tl.arange(0, PART)[None, :]
+                        tl.store(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + some, whole)
                     tl.debug_barrier()
-                    _keep(state, state_lse, _slot(first_program, group), whole, whole_lse, BLOCK_M, BLOCK_L)
-                    groups = tl.cdiv(pieces, FAN)
-                    last = _arrived_last(counters + 2 * PROGRAMS + _slot(first_program, 0), groups)
-                    if last:
-                        whole, whole_lse = _union(state, state_lse, first_program, 0, pieces, FAN, BLOCK_M, BLOCK_L)
-                if last:
-                    _put(
-                        out, out_lse, whole, whole_lse, token, head, real, stride_out_token, stride_out_head, cache_scale,
-                        NEED_LSE, HEADS, LATENT, BLOCK_L,
-                    )  # fmt: skip
+                    tl.store(state_lse + slot * BLOCK_M + lane, whole_lse)
+                    if _arrived_last(counters + 2 * PROGRAMS + _slot(first_program, 0), tl.cdiv(pieces, FAN)):
+                        whole_lse = _union_lse(state_lse, first_program, 0, pieces, FAN, BLOCK_M)
+                        for part in range(0, LATENT, PART):
+                            whole = _union_part(
+                                state, state_lse, whole_lse, first_program, 0, pieces, part, FAN, BLOCK_M, BLOCK_L, PART
+                            )
+                            _put(
+                                out, out_lse, whole, whole_lse, part, token, head, real, stride_out_token, stride_out_head,
+                                cache_scale, NEED_LSE, HEADS, LATENT, PART,
+                            )  # fmt: skip
         position = tile_begin + end
 
     # Tokens of no request, behind those of all requests.
