@@ -65,7 +65,7 @@ def choose(shape: AttentionShape, gpu: Gpu) -> Tuning:
     rows = shape.heads * max(1, shape.q_len)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if gpu.capability == 0:
-        return Tuning(min(32, block_m), 16, 1, 1, 1, 16, 3, swap=block_m == 16)
+        return Tuning(block_m, 16 if block_m == 16 else 32, 1, 1, 1, 16, 3, swap=block_m == 16)
     classes = [capability for capability in _TABLE if capability <= gpu.capability]
     tuning = _TABLE[max(classes, default=min(_TABLE))][block_m]
     return tuning
