@@ -283,10 +283,12 @@ def decode_kernel(
         position = tile_begin + end
 
     # Tokens of no request, behind those of all requests.
-    column = tl.arange(0, BLOCK_L)
-    for token in range(tl.load(schedule + 2) + program, num_tokens, PROGRAMS):
-        for head in range(HEADS):
-            place = token.to(tl.int64) * stride_out_token + head * stride_out_head
-            tl.store(out + place + column, tl.zeros([BLOCK_L], dtype=out.dtype.element_ty), mask=column < LATENT)
+    every = tl.arange(0, BLOCK_L)
+    spare = tl.load(schedule + 2) + program
+    while spare < num_tokens:
+        for number in range(HEADS):
+            start = spare.to(tl.int64) * stride_out_token + number * stride_out_head
+            tl.store(out + start + every, tl.zeros([BLOCK_L], dtype=out.dtype.element_ty), mask=every < LATENT)
             if NEED_LSE:
-                tl.store(out_lse + token.to(tl.int64) * HEADS + head, float("-inf"))
+                tl.store(out_lse + spare.to(tl.int64) * HEADS + number, float("-inf"))
+        spare += PROGRAMS

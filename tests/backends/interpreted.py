@@ -201,7 +201,7 @@ MUTANTS = {
     "pieces of equal weight": ("cache_modifier=\".cg\") - shift)", "cache_modifier=\".cg\") * 0)"),
     "one level of groups": ("program, 0, pieces, part, FAN", "program, 0, FAN, part, FAN"),
     "the group's LSE is not kept": ("tl.store(state_lse + slot * BLOCK_M + lane, whole_lse)", "pass"),
-    "rows of no request stay": ("(tl.load(schedule + 2) + program, num_tokens", "(num_tokens, num_tokens"),
+    "rows of no request stay": ("while spare < num_tokens", "while spare < 0"),
     "a share too small": ("tl.cdiv(total, PROGRAMS)", "total // PROGRAMS"),
     "empty requests have no work": ("tl.maximum(tl.cdiv(kv_len, BLOCK_N), 1)\n    end", "tl.cdiv(kv_len, BLOCK_N)\n    end"),
     "the first request for all": ("tl.store(starts + program, before", "tl.store(starts + program, before + 1"),
