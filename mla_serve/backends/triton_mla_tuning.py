@@ -5,11 +5,13 @@ Shared memory is what a choice must fit in: the pipeline holds `stages` tiles of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_serve.shapes import AttentionShape
 
-__all__ = ["Gpu", "Tuning", "choose", "up"]
+__all__ = ["INTERPRETER", "Gpu", "Tuning", "choose", "shared_bytes", "up"]
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,10 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Rows of a tile, keys of a block, warps and pipeline stages of a program, programs of a launch for each multiprocessor,
-    the fewest keys of a piece, and how many pieces one program reduces at a time."""
+    the fewest keys of a piece, and how many pieces one program reduces at a time.
+
+    `swap` computes products transposed (see the kernel), `part` is how many columns of the output are reduced at a time.
+    """
 
     block_m: int
     block_n: int
@@ -40,35 +45,57 @@ class Tuning:
 INTERPRETER = Gpu(capability=0, multiprocessors=6, shared_bytes=0)
 """Stands for the CPU under Triton's interpreter: few programs, each of which costs a fixed time, yet enough to cut requests."""
 
-# By capability (the nearest lower one counts) and rows of a tile, for 16-bit queries and a latent width of 512.
+# By capability (the nearest lower one counts) and rows of a tile, for a latent width of 512 in 16 bits.
 _TABLE: dict[int, dict[int, Tuning]] = {
     80: {
-        16: Tuning(16, 32, 4, 3, 1, 128, 8),
-        32: Tuning(32, 32, 8, 2, 1, 128, 8),
-        64: Tuning(64, 16, 8, 2, 1, 128, 8),
+        16: Tuning(16, 32, 4, 4, 1, 128, 8),
+        32: Tuning(32, 32, 8, 3, 1, 128, 8),
+        64: Tuning(64, 32, 8, 3, 1, 128, 8),
     },
     86: {
-        16: Tuning(16, 32, 4, 2, 1, 128, 8),
-        32: Tuning(32, 16, 8, 2, 1, 128, 8),
-        64: Tuning(64, 16, 8, 1, 1, 128, 8),
+        16: Tuning(16, 32, 4, 3, 1, 128, 8),
+        32: Tuning(32, 16, 8, 3, 1, 128, 8),
+        64: Tuning(64, 16, 8, 2, 1, 128, 8),
     },
     90: {
-        16: Tuning(16, 64, 4, 2, 1, 128, 8),
-        32: Tuning(32, 64, 8, 2, 1, 128, 8),
+        16: Tuning(16, 64, 8, 2, 1, 128, 8, swap=True),
+        32: Tuning(32, 64, 8, 2, 1, 128, 8, swap=True),
         64: Tuning(64, 64, 8, 2, 1, 128, 8),
     },
 }
 
 
 def choose(shape: AttentionShape, gpu: Gpu) -> Tuning:
-    """The tuning for decode calls of `shape` on `gpu`, always one whose shared memory fits."""
+    """The tuning for decode calls of `shape` on `gpu`: the table's, made smaller until its shared memory fits."""
     rows = shape.heads * max(1, shape.q_len)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if gpu.capability == 0:
         return Tuning(block_m, 16 if block_m == 16 else 32, 1, 1, 1, 16, 3, swap=block_m == 16)
     classes = [capability for capability in _TABLE if capability <= gpu.capability]
     tuning = _TABLE[max(classes, default=min(_TABLE))][block_m]
+    while shared_bytes(shape, tuning, gpu) > gpu.shared_bytes:
+        if tuning.stages > 2:
+            tuning = replace(tuning, stages=tuning.stages - 1)
+        elif tuning.block_n > 16:
+            tuning = replace(tuning, block_n=tuning.block_n // 2)
+        elif tuning.block_m > 16:
+            tuning = replace(tuning, block_m=tuning.block_m // 2)
+        else:
+            break
     return tuning
+
+
+def shared_bytes(shape: AttentionShape, tuning: Tuning, gpu: Gpu) -> int:
+    """About what a program needs, never less: a latent tile for each stage, queries, weights, and what conversions take.
+
+    Triton keeps one tile fewer where products are not asynchronous; a float8 tile is kept once more in the queries' dtype.
+    """
+    width = up(max(16, shape.v)) + (up(max(16, shape.rope)) if shape.rope else 0)
+    query, stored = _BYTES[shape.dtype], _BYTES[shape.cache_dtype or shape.dtype]
+    asynchronous = gpu.capability >= 90 and (tuning.block_n if tuning.swap else tuning.block_m) >= 64
+    tiles = tuning.stages if asynchronous else max(1, tuning.stages - 1)
+    latents = tuning.block_n * width * (tiles * stored + (query if stored != query else 0))
+    return latents + tuning.block_m * width * query + tuning.block_m * tuning.block_n * query + 1024
 
 
 def up(n: int) -> int:
