@@ -66,8 +66,7 @@ def compile_decode(shape: AttentionShape, gpu: Gpu, tuning: Tuning | None = None
     constants = {
         "NEED_LSE": shape.lse, "HEADS": shape.heads, "LATENT": shape.v, "ROPE": shape.rope, "PAGE": shape.page_size,
         "BLOCK_M": tuning.block_m, "BLOCK_N": tuning.block_n, "BLOCK_L": width, "BLOCK_R": up(max(16, shape.rope)),
-        "FAN": tuning.fan, "PROGRAMS": gpu.multiprocessors * tuning.programs, "PART": min(tuning.part, width),
-        "SWAP": tuning.swap, "INTERPRETED": False,
+        "PART": min(tuning.part, width), "SWAP": tuning.swap, "INTERPRETED": False,
     }  # fmt: skip
     query = _TYPES[shape.dtype]
     pointers = _POINTERS | {

@@ -171,10 +171,10 @@ class TritonMLA(Backend):
                 plan.schedule, plan.requests, plan.starts, plan.partial, plan.partial_lse, plan.counters,
                 tokens, q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1),
                 cache.stride(0), cache.stride(1), result.stride(0), result.stride(1), plan.table.stride(0),
-                plan.scale * cache_scale / math.log(2.0), cache_scale,
+                plan.scale * cache_scale / math.log(2.0), cache_scale, tuning.fan,
                 NEED_LSE=need_lse, HEADS=heads, LATENT=latent, ROPE=rope, PAGE=cache.shape[1],
                 BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_L=plan.partial.shape[2], BLOCK_R=up(max(16, rope)),
-                FAN=tuning.fan, PROGRAMS=plan.state.programs, PART=min(tuning.part, plan.partial.shape[2]), SWAP=tuning.swap,
+                PART=min(tuning.part, plan.partial.shape[2]), SWAP=tuning.swap,
                 INTERPRETED=q_nope.device.type == "cpu",
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip

@@ -126,12 +126,12 @@ def _arrived_last(counter, expected):
 
 
 @triton.jit
-def _union_lse(state_lse, program, begin, end, STEP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The base-2 LSE [M] over the pieces begin, begin + STEP, ... before `end` of the tile that begins in `program`."""
+def _union_lse(state_lse, program, begin, end, step, BLOCK_M: tl.constexpr):
+    """The base-2 LSE [M] over the pieces begin, begin + step, ... before `end` of the tile that begins in `program`."""
     row = tl.arange(0, BLOCK_M)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for piece in range(begin, end, STEP):
+    for piece in range(begin, end, step):
         lse = tl.load(state_lse + _slot(program, piece) * BLOCK_M + row, cache_modifier=".cg")
         higher = tl.maximum(peak, lse)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -142,7 +142,7 @@ def _union_lse(state_lse, program, begin, end, STEP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def _union_part(
-    state, state_lse, whole_lse, program, begin, end, first_column, STEP: tl.constexpr,
+    state, state_lse, whole_lse, program, begin, end, first_column, step,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The output of the same pieces, PART columns of it. A tile's whole width twice over would not fit in registers."""
@@ -150,7 +150,7 @@ def _union_part(
     inside = row[:, None] * BLOCK_L + first_column + tl.arange(0, PART)[None, :]
     shift = tl.where(whole_lse == float("-inf"), 0.0, whole_lse)
     acc = tl.zeros([BLOCK_M, PART], dtype=tl.float32)
-    for piece in range(begin, end, STEP):
+    for piece in range(begin, end, step):
         slot = _slot(program, piece)
         weight = tl.math.exp2(tl.load(state_lse + slot * BLOCK_M + row, cache_modifier=".cg") - shift)
         result = tl.load(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + inside, cache_modifier=".cg")
@@ -172,23 +172,24 @@ def _put(
         tl.store(out_lse + token.to(tl.int64) * HEADS + head, lse * 0.6931471805599453, mask=real)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "fan"])
 def decode_kernel(
     q_nope, q_pe, cache, out, out_lse, table, schedule, requests, starts, state, state_lse, counters,
     num_tokens, stride_nope_token, stride_nope_head, stride_pe_token, stride_pe_head, stride_page, stride_slot,
-    stride_out_token, stride_out_head, stride_table, logit_scale, cache_scale,
+    stride_out_token, stride_out_head, stride_table, logit_scale, cache_scale, fan,
     NEED_LSE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    FAN: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr, SWAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    PART: tl.constexpr, SWAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step of one layer.
 
     `schedule` [share, total, tokens of requests], `requests` [requests, 5] (first block, end, first token, query tokens, keys),
-    `starts` [PROGRAMS] (the request in which a program begins), all int32. `state` [2 * PROGRAMS, BLOCK_M, BLOCK_L] and
-    `state_lse` float32; `counters` [2, 2 * PROGRAMS] int32, 0 before and after. `logit_scale` makes logits base 2.
-    Tiles of more than FAN pieces are reduced in two levels: groups of FAN by their last programs, the groups by the last of these.
+    `starts` [programs] (the request in which a program begins), all int32. `state` [2 * programs, BLOCK_M, BLOCK_L] and
+    `state_lse` float32; `counters` [2, 2 * programs] int32, 0 before and after. `logit_scale` makes logits base 2.
+    Tiles of more than fan pieces are reduced in two levels: groups of fan by their last programs, the groups by the last of these.
     """
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     share = tl.load(schedule)
     total = tl.load(schedule + 1)
     request = tl.load(starts + program)
@@ -239,8 +240,8 @@ def decode_kernel(
             first_program = tile_begin // share
             pieces = (tile_begin + blocks - 1) // share - first_program + 1
             piece = program - first_program
-            group = piece // FAN * FAN
-            group_end = tl.minimum(group + FAN, pieces)
+            group = piece // fan * fan
+            group_end = tl.minimum(group + fan, pieces)
             slot = _slot(first_program, piece)
             lane = tl.arange(0, BLOCK_M)
             columns = lane[:, None] * BLOCK_L + column[None, :]
@@ -249,7 +250,7 @@ def decode_kernel(
             slot = _slot(first_program, group)
             if _arrived_last(counters + slot, group_end - group):
                 whole_lse = _union_lse(state_lse, first_program, group, group_end, 1, BLOCK_M)
-                if pieces <= FAN:
+                if pieces <= fan:
                     for part in range(0, LATENT, PART):
                         whole = _union_part(
                             state, state_lse, whole_lse, first_program, group, group_end, part, 1, BLOCK_M, BLOCK_L, PART
@@ -270,11 +271,11 @@ def decode_kernel(
                         tl.store(state + slot.to(tl.int64) * (BLOCK_M * BLOCK_L) + some, whole)
                     tl.debug_barrier()
                     tl.store(state_lse + slot * BLOCK_M + lane, whole_lse)
-                    if _arrived_last(counters + 2 * PROGRAMS + _slot(first_program, 0), tl.cdiv(pieces, FAN)):
-                        whole_lse = _union_lse(state_lse, first_program, 0, pieces, FAN, BLOCK_M)
+                    if _arrived_last(counters + 2 * programs + _slot(first_program, 0), tl.cdiv(pieces, fan)):
+                        whole_lse = _union_lse(state_lse, first_program, 0, pieces, fan, BLOCK_M)
                         for part in range(0, LATENT, PART):
                             whole = _union_part(
-                                state, state_lse, whole_lse, first_program, 0, pieces, part, FAN, BLOCK_M, BLOCK_L, PART
+                                state, state_lse, whole_lse, first_program, 0, pieces, part, fan, BLOCK_M, BLOCK_L, PART
                             )
                             _put(
                                 out, out_lse, whole, whole_lse, part, token, head, real, stride_out_token, stride_out_head,
@@ -291,4 +292,4 @@ def decode_kernel(
             tl.store(out + start + every, tl.zeros([BLOCK_L], dtype=out.dtype.element_ty), mask=every < LATENT)
             if NEED_LSE:
                 tl.store(out_lse + spare.to(tl.int64) * HEADS + number, float("-inf"))
-        spare += PROGRAMS
+        spare += programs

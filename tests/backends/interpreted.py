@@ -199,7 +199,7 @@ MUTANTS = {
     "nobody is last": ("== expected - 1", "== expected"),
     "two pieces in one slot": ("tl.where(piece == 0, 1, 0)", "0"),
     "pieces of equal weight": ("cache_modifier=\".cg\") - shift)", "cache_modifier=\".cg\") * 0)"),
-    "one level of groups": ("program, 0, pieces, part, FAN", "program, 0, FAN, part, FAN"),
+    "one level of groups": ("program, 0, pieces, part, fan", "program, 0, fan, part, fan"),
     "the group's LSE is not kept": ("tl.store(state_lse + slot * BLOCK_M + lane, whole_lse)", "pass"),
     "rows of no request stay": ("while spare < num_tokens", "while spare < 0"),
     "a share too small": ("tl.cdiv(total, PROGRAMS)", "total // PROGRAMS"),
