@@ -97,7 +97,9 @@ def _compile(
         if name in pointers or name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", gpu.capability, 32), options={"num_warps": warps, "num_stages": stages})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", gpu.capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
     registers, stack = _resources(made.asm["cubin"])
     ptx = made.asm["ptx"]
     return Compiled(registers, stack, made.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("mma.sync"))
@@ -121,7 +123,21 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     asked = parser.parse_args()
     shapes = [decode_shape(16), decode_shape(32), decode_shape(128), decode_shape(16, cache_dtype="float8_e4m3fn")]
-    names = ["sm", "heads", "cache", "rows", "keys", "warps", "stages", "swap", "programs", "registers", "stack", "shared", "products"]
+    names = [
+        "sm",
+        "heads",
+        "cache",
+        "rows",
+        "keys",
+        "warps",
+        "stages",
+        "swap",
+        "programs",
+        "registers",
+        "stack",
+        "shared",
+        "products",
+    ]
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|" if asked.markdown else "  ".join(names))
     fits = True
     for gpu in (GPUS[capability] for capability in asked.capability or GPUS):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_serve.backends.base import AttentionError, Backend, BatchLayout, Kind, Limits, Plan, State
-from mla_serve.backends.triton_mla_tuning import INTERPRETER, Gpu, Tuning, choose, up
+from mla_serve.backends.triton_mla_tuning import AMPERE_SHARED, INTERPRETER, Gpu, Tuning, choose, up
 from mla_serve.shapes import AttentionShape
 
 __all__ = ["TritonMLA", "TritonPlan", "TritonState"]
@@ -77,25 +77,28 @@ class TritonMLA(Backend):
         if shape.v > _WIDEST:
             return f"takes latents up to {_WIDEST} wide, not {shape.v}"
         if shape.cache_dtype == "float8_e4m3fn":
-            gpu = self._gpu()
+            gpu = self.gpu()
             if 0 < gpu.capability < 89:
                 return f"takes a float8 cache from sm_89 on, this is sm_{gpu.capability}"
         return None
 
-    def _gpu(self) -> Gpu:
+    def gpu(self) -> Gpu:
+        """What the tuning depends on, of this device."""
         if self.device.type != "cuda":
             return INTERPRETER
         found = torch.cuda.get_device_properties(self.device)
+        if os.environ.get("DISABLE_MMA_V3") == "1":  # Triton then leaves Hopper's products out, as `--emulate sm80` asks it to
+            return Gpu(80, found.multi_processor_count, min(AMPERE_SHARED, found.shared_memory_per_block_optin))
         return Gpu(found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
 
     def workspace_bytes(self, shape: AttentionShape) -> int:
-        gpu = self._gpu()
+        gpu = self.gpu()
         tuning = choose(shape, gpu)
         return 2 * gpu.multiprocessors * tuning.programs * tuning.block_m * (up(shape.v) + 1) * 4
 
     def prepare(self, shape: AttentionShape, limits: Limits) -> TritonState:
         self.require(shape)
-        gpu = self._gpu()
+        gpu = self.gpu()
         tuning = choose(shape, gpu)
         return TritonState(shape, limits, tuning, gpu.multiprocessors * tuning.programs)
 

@@ -186,7 +186,8 @@ def decode_kernel(
     `schedule` [share, total, tokens of requests], `requests` [requests, 5] (first block, end, first token, query tokens, keys),
     `starts` [programs] (the request in which a program begins), all int32. `state` [2 * programs, BLOCK_M, BLOCK_L] and
     `state_lse` float32; `counters` [2, 2 * programs] int32, 0 before and after. `logit_scale` makes logits base 2.
-    Tiles of more than fan pieces are reduced in two levels: groups of fan by their last programs, the groups by the last of these.
+    Tiles of more than `fan` pieces are reduced in two levels: groups of `fan` by the last program of each, then the groups by
+    the last of these programs.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

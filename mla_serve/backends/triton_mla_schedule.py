@@ -1,10 +1,10 @@
 """The schedule of `triton-mla`: cuts a step's work into equal shares, on the device, in one launch of one program.
 
-The work of request r is tiles(r) * blocks(r) blocks: tiles of BLOCK_M rows (query tokens times heads), blocks of BLOCK_N keys,
-at least one block where there are query tokens, so that a request without keys gets its zeros written. Program p of the decode
-kernel takes blocks p * share to (p + 1) * share of all this. `share` is what spreads it over all programs, but at least `least`:
-a piece that is too small costs more in the reduction than it saves. Everything follows from the lengths on the device, so a
-captured graph replays with whatever the last plan left here.
+The work of request r is tiles(r) * blocks(r) blocks: tiles of BLOCK_M rows (query tokens times heads), blocks of BLOCK_N
+keys, at least one block where there are query tokens, so that a request without keys gets its zeros written. Program p of the
+decode kernel takes blocks p * share to (p + 1) * share of all this. `share` is what spreads it over all programs, but at least
+`least`: a piece that is too small costs more in the reduction than it saves. Everything follows from the lengths on the device,
+so a captured graph replays with whatever the last plan left here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mla_serve.shapes import AttentionShape
 
-__all__ = ["INTERPRETER", "Gpu", "Tuning", "choose", "shared_bytes", "up"]
+__all__ = ["AMPERE_SHARED", "INTERPRETER", "Gpu", "Tuning", "choose", "shared_bytes", "up"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -41,6 +41,9 @@ class Tuning:
     swap: bool = False
     part: int = 128
 
+
+AMPERE_SHARED = 163 << 10
+"""Bytes of shared memory that one program may have on an A100."""
 
 INTERPRETER = Gpu(capability=0, multiprocessors=6, shared_bytes=0)
 """Stands for the CPU under Triton's interpreter: few programs, each of which costs a fixed time, yet enough to cut requests."""

@@ -29,7 +29,9 @@ MINICPM3 = MLADims(heads=40, nope=64, rope=32, v=64, latent=256)
 
 
 def decode_shape(dims: MLADims, **kwargs) -> AttentionShape:
-    return AttentionShape.decode(dims, **{"batch": 3, "kv_len": 64, "dtype": "bfloat16", "page_size": 16, "lse": True, **kwargs})
+    return AttentionShape.decode(
+        dims, **{"batch": 3, "kv_len": 64, "dtype": "bfloat16", "page_size": 16, "lse": True, **kwargs}
+    )
 
 
 def contenders() -> Iterator[Contender]:
@@ -93,7 +95,9 @@ def planned(q_lens: list[int], kv_lens: list[int], heads: int) -> tuple[TritonPl
 @seed(SEED)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.one_of(st.just(0), st.integers(1, 200), st.integers(200, 40000))), min_size=1, max_size=12
+        st.tuples(st.integers(0, 9), st.one_of(st.just(0), st.integers(1, 200), st.integers(200, 40000))),
+        min_size=1,
+        max_size=12,
     ),
     st.integers(1, 40),
 )
