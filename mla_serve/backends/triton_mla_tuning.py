@@ -45,7 +45,7 @@ class Tuning:
 AMPERE_SHARED = 163 << 10
 """Bytes of shared memory that one program may have on an A100."""
 
-INTERPRETER = Gpu(capability=0, multiprocessors=6, shared_bytes=0)
+INTERPRETER = Gpu(capability=0, multiprocessors=7, shared_bytes=0)
 """Stands for the CPU under Triton's interpreter: few programs, each of which costs a fixed time, yet enough to cut requests."""
 
 # By capability (the nearest lower one counts) and rows of a tile, for a latent width of 512 in 16 bits.
