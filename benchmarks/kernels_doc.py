@@ -53,6 +53,7 @@ KERNELS = {
     "torch-efficient": "torch's memory-efficient attention.",
     "torch-cudnn": "cuDNN's attention through torch.",
     "torch-math": "torch's plain matrix products and softmax: the last resort in prefill.",
+    "triton-mla": "Our own decode kernel in Triton, one launch, from Ampere up: docs/triton-mla.md.",
     "torch-mla": "The absorbed form in plain torch: the last resort in decode.",
     "vllm-triton-mla": "A peer only: vLLM's Triton decode kernel, with vLLM's rule for the number of KV splits.",
 }

@@ -32,6 +32,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {
         "gpu": not torch.cuda.is_available(),
+        "triton": importlib.util.find_spec("triton") is None,
         "vllm": importlib.util.find_spec("vllm") is None,
         "slow": "slow" not in config.option.markexpr,
     }

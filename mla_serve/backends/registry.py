@@ -29,6 +29,7 @@ _CLASSES = {
     "flashinfer-fa2": "flashinfer:FlashInferFa2",
     "fa2": "flash_attention:FlashAttention2",
     "transformer-engine": "transformer_engine:TransformerEngine",
+    "triton-mla": "triton_mla:TritonMLA",
     "torch-flash": "torch_sdpa:TorchFlash",
     "torch-cudnn": "torch_sdpa:TorchCudnn",
     "torch-efficient": "torch_sdpa:TorchEfficient",

@@ -26,7 +26,7 @@ def test_the_built_in_backends_are_there_and_the_oracle_is_not() -> None:
     torch_alone = {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math", "torch-mla"}
     libraries = {"flashinfer-fa2", "flashinfer-fa3", "fa2", "fa3", "fa4", "flashmla", "transformer-engine"}
     blackwell = {f"flashinfer-{name}" for name in ("trtllm-gen", "cute-dsl", "cutlass", "xqa")}
-    assert set(BUILT_IN) == torch_alone | libraries | blackwell
+    assert set(BUILT_IN) == torch_alone | libraries | blackwell | {"triton-mla"}
     assert names(load_backends(CPU))[: len(BUILT_IN)] == list(BUILT_IN)
     assert all(backend.device == CPU for backend in load_backends(CPU))
 
