@@ -29,12 +29,12 @@ _CLASSES = {
     "flashinfer-fa2": "flashinfer:FlashInferFa2",
     "fa2": "flash_attention:FlashAttention2",
     "transformer-engine": "transformer_engine:TransformerEngine",
-    "triton-mla": "triton_mla:TritonMLA",
     "torch-flash": "torch_sdpa:TorchFlash",
     "torch-cudnn": "torch_sdpa:TorchCudnn",
     "torch-efficient": "torch_sdpa:TorchEfficient",
     "torch-math": "torch_sdpa:TorchMath",
     "torch-mla": "torch_mla:TorchMLA",
+    "triton-mla": "triton_mla:TritonMLA",
 }
 BUILT_IN: tuple[str, ...] = tuple(_CLASSES)
 
