@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from mla_serve.backends import AttentionError, Limits, load_backends
+from mla_serve.backends import AttentionError, Kind, Limits, load_backends
+from mla_serve.backends.registry import BUILT_IN
 from mla_serve.backends.triton_mla import TritonMLA
 from mla_serve.backends.triton_mla_tuning import INTERPRETER, Gpu, Tuning, choose, shared_bytes
 from mla_serve.selection import fingerprint
@@ -79,11 +80,14 @@ def test_what_it_takes(shape: AttentionShape, reason: str | None) -> None:
         assert reason in found
 
 
-def test_it_is_a_candidate_of_every_decode_and_part_of_the_source_hash() -> None:
+def test_it_is_a_candidate_of_every_decode_that_nobody_gets_unmeasured() -> None:
+    """Until a GPU has run it: last among its class, and no part of the hash by which the shipped decisions hold."""
     (backend,) = load_backends(CPU, ["triton-mla"])
     assert isinstance(backend, TritonMLA)
     assert (backend.capturable, backend.takes_cache_scale, backend.needs_host_lens) == (True, True, False)
-    assert not any(name.startswith(fingerprint._ADAPTERS) for name in ("triton_mla.py", "triton_mla_kernel.py"))
+    assert backend.kind(DECODE) is Kind.UNFUSED
+    assert BUILT_IN.index("triton-mla") > BUILT_IN.index("torch-mla")
+    assert all(name.startswith(fingerprint._ADAPTERS) for name in ("triton_mla.py", "triton_mla_kernel.py"))
 
 
 A100, A10 = Gpu(80, 108, 166_912), Gpu(86, 84, 101_376)
