@@ -86,7 +86,7 @@ class TritonMLA(Backend):
         """What the tuning depends on, of this device."""
         if self.device.type != "cuda":
             return INTERPRETER
-        found = torch.cuda.get_device_properties(self.device)
+        found: Any = torch.cuda.get_device_properties(self.device)  # torch's stubs lack `shared_memory_per_block_optin`
         if os.environ.get("DISABLE_MMA_V3") == "1":  # Triton then leaves Hopper's products out, as `--emulate sm80` asks it to
             return Gpu(80, found.multi_processor_count, min(AMPERE_SHARED, found.shared_memory_per_block_optin))
         return Gpu(found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
@@ -116,7 +116,7 @@ class TritonMLA(Backend):
                 )
             plan.table.copy_(table)
         else:
-            plan.table = table
+            plan.table = table if table.stride(1) == 1 else table.contiguous()
             if plan.requests.shape[0] < n:
                 plan.requests = plan.requests.new_empty(n, 5)
         plan.state, plan.batch, plan.scale = state, batch, scale
@@ -135,14 +135,15 @@ class TritonMLA(Backend):
         table, slots = batch.block_table, 2 * state.programs
         device, width = table.device, up(max(16, state.shape.v))
         with torch.inference_mode(False):  # written again at every step, in whatever mode
-            ints = [torch.empty(size, dtype=torch.int32, device=device) for size in ((3,), (batch.num_requests, 5))]
+            schedule = torch.empty(3, dtype=torch.int32, device=device)
+            requests = torch.empty(batch.num_requests, 5, dtype=torch.int32, device=device)
             starts = torch.empty(state.programs, dtype=torch.int32, device=device)
             counters = torch.empty(2, slots, dtype=torch.int32, device=device)
             partial = torch.empty(slots, state.tuning.block_m, width, device=device)
             partial_lse = torch.empty(slots, state.tuning.block_m, device=device)
             if state.shape.graph:
                 table = torch.empty_like(table, memory_format=torch.contiguous_format)
-        return TritonPlan(state, batch, scale, table, *ints, starts, counters, partial, partial_lse)
+        return TritonPlan(state, batch, scale, table, schedule, requests, starts, counters, partial, partial_lse)
 
     def _on_device(self) -> Any:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
