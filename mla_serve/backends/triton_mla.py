@@ -87,11 +87,10 @@ class TritonMLA(Backend):
         """What the tuning depends on, of this device."""
         if self.device.type != "cuda":
             return INTERPRETER
-        found = torch.cuda.get_device_properties(self.device)
-        shared = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+        found: Any = torch.cuda.get_device_properties(self.device)  # torch's stubs lack `shared_memory_per_block_optin`
         if os.environ.get("DISABLE_MMA_V3") == "1":  # Triton then leaves Hopper's products out, as `--emulate sm80` asks it to
-            return Gpu(80, found.multi_processor_count, min(AMPERE_SHARED, shared))
-        return Gpu(found.major * 10 + found.minor, found.multi_processor_count, shared)
+            return Gpu(80, found.multi_processor_count, min(AMPERE_SHARED, found.shared_memory_per_block_optin))
+        return Gpu(found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
 
     def workspace_bytes(self, shape: AttentionShape) -> int:
         gpu = self.gpu()
@@ -118,7 +117,7 @@ class TritonMLA(Backend):
                 )
             plan.table.copy_(table)
         else:
-            plan.table = table
+            plan.table = table if table.stride(1) == 1 else table.contiguous()
             if plan.requests.shape[0] < n:
                 plan.requests = plan.requests.new_empty(n, 5)
         plan.state, plan.batch, plan.scale = state, batch, scale

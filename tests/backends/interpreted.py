@@ -134,7 +134,7 @@ def test_the_schedule_covers_each_block_once_in_equal_shares(lens: list[tuple[in
 def test_the_counters_are_back_at_zero_and_runs_repeat_to_the_bit() -> None:
     """One plan serves all layers of a step; here with tiles in one, a few and more pieces than are reduced at a time."""
     backend = TritonMLA(CPU)
-    for kv_lens in ([700], [300, 5, 0], [16] * 9, [900, 300]):
+    for kv_lens in ([300], [100, 5, 0], [16] * 5, [250, 100]):
         case = make(decode_shape(SMALL, q_len=2), [2] * len(kv_lens), kv_lens, CPU)
         plan = backend.plan(case.prepare(backend), case.batch, scale=SCALE)
         first = case.run(backend, plan)
