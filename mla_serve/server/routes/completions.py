@@ -79,14 +79,15 @@ async def create_completion(body: CompletionBody, request: Request, state: State
     state.check_open()
     special = body.add_special_tokens is not False
     limit = state.engine.info.max_model_len
-    prompts, echoes = [], []
-    for prompt in body.prompts:
-        ids = (
-            await state.tokenizer.encode_async(prompt, add_special_tokens=special, limit=limit)
-            if isinstance(prompt, str)
-            else prompt
-        )
-        prompts.append(ids)
-        if body.echo:
-            echoes.append(prompt if isinstance(prompt, str) else state.tokenizer.decode(ids))
-    return await respond(request, state, body, plan(state, body, prompts), CompletionShape(state, body, prompts, echoes))
+    prompts = [
+        await state.tokenizer.encode_async(prompt, add_special_tokens=special, limit=limit)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in body.prompts
+    ]
+    generation = plan(state, body, prompts)  # before the echo: it refuses ids that stand for no token
+    echoes = []
+    if body.echo:
+        asked = zip(body.prompts, prompts, strict=True)
+        echoes = [prompt if isinstance(prompt, str) else state.tokenizer.decode(ids) for prompt, ids in asked]
+    return await respond(request, state, body, generation, CompletionShape(state, body, prompts, echoes))
