@@ -65,11 +65,12 @@ class Server:
         return answer
 
     def until_idle(self, seconds: float) -> dict[str, Any]:
-        """The load once nothing runs or waits and every page is free, or after so many seconds."""
+        """The load once nothing is open, runs or waits and every page is free, or after so many seconds."""
         until = time.monotonic() + seconds
         while True:
             load = self.load()
-            idle = not load["running"] and not load["waiting"] and load["kv_pages_free"] == load["kv_pages_total"]
+            held = load["kv_pages_total"] - load["kv_pages_free"]
+            idle = not (load["server_load"] or load["running"] or load["waiting"] or held)
             if idle or time.monotonic() > until:
                 return load
 

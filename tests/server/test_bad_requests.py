@@ -311,3 +311,10 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     refused(httpx.post(server.url + "/v1/completions", content=big, headers=JSON, timeout=60), 413)
     pieces = (big[i : i + 2**20] for i in range(0, len(big), 2**20))
     refused(httpx.post(server.url + "/v1/completions", content=pieces, headers=JSON, timeout=60), 413)
+
+
+@pytest.mark.parametrize("token_id", [-1, 291, -121645100408831999, 2**70])
+def test_an_echo_of_what_is_no_token(server: Server, token_id: int) -> None:
+    response = server.post("/v1/completions", {"prompt": [7, token_id], "echo": True, "max_tokens": 1})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith("prompt")

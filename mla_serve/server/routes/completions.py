@@ -85,9 +85,9 @@ async def create_completion(body: CompletionBody, request: Request, state: State
         else prompt
         for prompt in body.prompts
     ]
-    generation = plan(state, body, prompts)  # before any id is decoded: one outside the vocabulary is refused here
-    echoes = [
-        text if isinstance(text, str) else state.tokenizer.decode(ids)
-        for text, ids in (zip(body.prompts, prompts, strict=True) if body.echo else ())
-    ]
+    generation = plan(state, body, prompts)  # before the echo: it refuses ids that stand for no token
+    echoes = []
+    if body.echo:
+        asked = zip(body.prompts, prompts, strict=True)
+        echoes = [prompt if isinstance(prompt, str) else state.tokenizer.decode(ids) for prompt, ids in asked]
     return await respond(request, state, body, generation, CompletionShape(state, body, prompts, echoes))
