@@ -274,7 +274,14 @@ def test_programs_may_run_in_any_order(order: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put_in(monkeypatch, [MUTANTS[name]], tmp_path / "a"), "there is nothing to change"
-    with pytest.raises(LawBroken):
+    found = _found_wrong()
+    put_in(monkeypatch, [MUTANTS[name], (PROGRAM, ORDERS["backwards"])], tmp_path / "b")
+    assert found or _found_wrong()
+
+
+def _found_wrong() -> bool:
+    try:
         _examine(TritonMLA(CPU))
-        put_in(monkeypatch, [MUTANTS[name], (PROGRAM, ORDERS["backwards"])], tmp_path / "b")
-        _examine(TritonMLA(CPU))
+    except LawBroken:
+        return True
+    return False
