@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mla_serve.backends import Backend, BatchLayout, Limits, Padded, Padding, triton_mla, triton_mla_kernel, triton_mla_schedule
 from mla_serve.backends.triton_mla import TritonMLA, TritonPlan
+from mla_serve.selection.gate import check
 from mla_serve.shapes import AttentionShape, MLADims, Phase
 from tests.backends.cases import LIMITS, SCALE, Case, make
 from tests.backends.contenders import DEEPSEEK, SMALL, Contender, params
@@ -194,6 +195,13 @@ def test_more_requests_than_the_limits_said_are_planned_all_the_same() -> None:
     plan = backend.plan(state, make(case.shape, [1], [3], CPU).batch, scale=SCALE)
     plan = backend.plan(state, case.batch, scale=SCALE, reuse=plan)
     agree("right", backend, case, case.run(backend, plan), case.expected())
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_the_gate_lets_it_through(cache_dtype: str | None) -> None:
+    shape = decode_shape(SMALL, batch=2, cache_dtype=cache_dtype, graph=cache_dtype is None)
+    result = check(TritonMLA(CPU), shape, seed=SEED)
+    assert (result.failure, result.leaks_nan) == (None, False)
 
 
 # What is changed in the source of the kernels, one fault each.
