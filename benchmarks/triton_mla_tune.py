@@ -178,7 +178,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     asked = parser.parse_args()
     backend = TritonMLA(torch.device("cuda"))
-    if (reason := backend.available()) is not None:
+    reason = backend.available() if torch.cuda.is_available() else "there is no CUDA device"
+    if reason is not None:
         print(reason, file=sys.stderr)
         return 1
     clock = CudaClock(backend.device)

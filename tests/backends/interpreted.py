@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mla_serve.backends import Backend, BatchLayout, Limits, Padded, Padding, triton_mla, triton_mla_kernel, triton_mla_schedule
 from mla_serve.backends.triton_mla import TritonMLA, TritonPlan
+from mla_serve.selection.gate import check
 from mla_serve.shapes import AttentionShape, MLADims, Phase
 from tests.backends.cases import LIMITS, SCALE, Case, make
 from tests.backends.contenders import DEEPSEEK, SMALL, Contender, params
@@ -60,6 +61,11 @@ def test_law(law: str, contender: Contender) -> None:
     LAWS[law].check(contender.backend, contender.shape)
 
 
+def slack(case: Case) -> float:
+    """An output of a few numbers may happen to be near 0, as its terms are not: in float32 that is seen."""
+    return 10.0 if case.shape.dtype == "float32" and case.blank().numel() < 100 else 1.0
+
+
 @pytest.mark.parametrize(
     ("dims", "kwargs", "q_lens", "kv_lens"),
     [
@@ -75,7 +81,7 @@ def test_law(law: str, contender: Contender) -> None:
 def test_odd_widths_pages_heads_and_batches(dims: MLADims, kwargs: dict, q_lens: list[int], kv_lens: list[int]) -> None:
     case = make(decode_shape(dims, **kwargs), q_lens, kv_lens, CPU)
     case = replace(case, cache_scale=0.75)
-    agree("right", TritonMLA(CPU), case, case.answer(TritonMLA(CPU), out=case.blank()), case.expected())
+    agree("right", TritonMLA(CPU), case, case.answer(TritonMLA(CPU), out=case.blank()), case.expected(), slack=slack(case))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -85,7 +91,7 @@ def test_any_batch_agrees_with_the_reference(feature: str) -> None:
     @given(cases((Phase.DECODE,), feature, equal_widths=False))
     def agrees(drawn: Drawn) -> None:
         case, backend = drawn.case, TritonMLA(CPU)
-        agree("right", backend, case, case.answer(backend, out=case.blank()), case.expected())
+        agree("right", backend, case, case.answer(backend, out=case.blank()), case.expected(), slack=slack(case))
 
     agrees()
 
@@ -196,6 +202,13 @@ def test_more_requests_than_the_limits_said_are_planned_all_the_same() -> None:
     agree("right", backend, case, case.run(backend, plan), case.expected())
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_the_gate_lets_it_through(cache_dtype: str | None) -> None:
+    shape = decode_shape(SMALL, batch=2, cache_dtype=cache_dtype, graph=cache_dtype is None)
+    result = check(TritonMLA(CPU), shape, seed=SEED)
+    assert (result.failure, result.leaks_nan) == (None, False)
+
+
 # What is changed in the source of the kernels, one fault each.
 MUTANTS = {
     "no scale": ("scores * logit_scale", "scores"),
@@ -274,7 +287,14 @@ def test_programs_may_run_in_any_order(order: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put_in(monkeypatch, [MUTANTS[name]], tmp_path / "a"), "there is nothing to change"
-    with pytest.raises(LawBroken):  # noqa: PT012 - some faults show in one order of programs alone
+    found = _found_wrong()
+    put_in(monkeypatch, [MUTANTS[name], (PROGRAM, ORDERS["backwards"])], tmp_path / "b")
+    assert found or _found_wrong()
+
+
+def _found_wrong() -> bool:
+    try:
         _examine(TritonMLA(CPU))
-        put_in(monkeypatch, [MUTANTS[name], (PROGRAM, ORDERS["backwards"])], tmp_path / "b")
-        _examine(TritonMLA(CPU))
+    except LawBroken:
+        return True
+    return False

@@ -17,6 +17,8 @@ from mla_serve.backends.triton_mla import TritonMLA
 from mla_serve.backends.triton_mla_tuning import INTERPRETER, Gpu, Tuning, choose, shared_bytes
 from mla_serve.selection import fingerprint
 from mla_serve.shapes import AttentionShape, MLADims
+from tests.backends.cases import SCALE, make
+from tests.backends.judging import agree
 from tests.conftest import SEED
 
 ROOT = Path(__file__).parents[2]
@@ -144,3 +146,42 @@ def test_it_compiles_for_gpus_that_are_not_here(
 def test_a_tuning_that_does_not_fit_is_seen_by_the_count() -> None:
     large = Tuning(64, 64, 8, 4, 1, 128, 8)
     assert shared_bytes(DECODE, large, H200) > H200.shared_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_runs_repeat_to_the_bit_and_leave_the_counters_at_zero(heads: int) -> None:
+    """Pieces are united in the order of their keys, whoever comes last, so nothing depends on which program was faster."""
+    device = torch.device("cuda")
+    backend = TritonMLA(device)
+    shape = replace(DECODE, heads=heads)
+    for kv_lens in ([8192], [20000, 5, 0, 300], [1000] * 40):
+        case = make(shape, [1] * len(kv_lens), kv_lens, device)
+        plan = backend.plan(case.prepare(backend), case.batch, scale=SCALE)
+        first = case.run(backend, plan)
+        agree("right", backend, case, first, case.expected())
+        for _ in range(50):
+            again = case.run(backend, plan)
+            assert torch.equal(first[0], again[0])
+            assert first[1] is not None
+            assert again[1] is not None
+            assert torch.equal(first[1], again[1])
+        assert not plan.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_nothing_waits_for_the_device(graph: bool) -> None:
+    device = torch.device("cuda")
+    backend = TritonMLA(device)
+    case = make(replace(DECODE, graph=graph), [1, 1, 1], [700, 0, 64], device)
+    state = case.prepare(backend)
+    plan = backend.plan(state, case.batch, scale=SCALE)
+    case.run(backend, plan)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, lse = case.run(backend, backend.plan(state, case.batch, scale=SCALE, reuse=plan))
+        case.run(backend, backend.plan(state, case.batch, scale=SCALE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    agree("right", backend, case, (out, lse), case.expected())
