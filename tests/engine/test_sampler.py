@@ -62,10 +62,15 @@ def test_top_k_keeps_k_and_the_lowest_ids_among_equals():
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"), [(1e-9, {3}), (0.5, {3}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})]
+    ("p", "kept"),
+    [(5e-324, {3}), (1e-9, {3}), (0.5, {3}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_token_that_crosses_p(p, kept):
     assert set(draws([math.log(0.15), math.log(0.3), math.log(0.05), math.log(0.5)], top_p=p)) == kept
+
+
+def test_the_least_repetition_penalty_leaves_finite_logits():
+    assert tokens([[1.0, 5.0, -3.0]] * 2, [seq(repetition_penalty=value, generated=1) for value in (5e-324, 1e-40)]) == [0, 0]
 
 
 def test_top_p_counts_within_top_k():
