@@ -62,10 +62,22 @@ def test_top_k_keeps_k_and_the_lowest_ids_among_equals():
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"), [(1e-9, {3}), (0.5, {3}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})]
+    ("p", "kept"),
+    [(1e-9, {3}), (0.5, {3}), (0.51, {1, 3}), (0.79, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_token_that_crosses_p(p, kept):
     assert set(draws([math.log(0.15), math.log(0.3), math.log(0.05), math.log(0.5)], top_p=p)) == kept
+
+
+def test_the_least_top_p_keeps_one_token():
+    """5e-324 of less than a half rounds to nothing."""
+    row = [math.log(0.2), math.log(0.3), math.log(0.1), math.log(0.4)]
+    assert set(draws(row, count=50, top_p=5e-324, top_k=1)) == {3}
+    assert set(draws(row, count=50, top_p=5e-324, min_p=0.9)) == {3}
+
+
+def test_the_least_repetition_penalty_leaves_finite_logits():
+    assert tokens([[1.0, 5.0, -3.0]] * 2, [seq(repetition_penalty=value, generated=1) for value in (5e-324, 1e-40)]) == [0, 0]
 
 
 def test_top_p_counts_within_top_k():

@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,14 @@ def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
      "/HEALTH"],
 )  # fmt: skip
 def test_every_route_wants_a_key(strict: Server, path: str) -> None:
-    target = httpx.URL(strict.url).copy_with(raw_path=path.encode())
+    """The path goes out as it stands, which httpx would tidy up."""
     for header in (None, "Bearer wrong", "first-key", "Basic first-key", "Bearer first-key x", "Bearer", ""):
-        response = strict.http.get(target, headers={} if header is None else {"Authorization": header})
-        assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
+        address = httpx.URL(strict.url)
+        with closing(HTTPConnection(address.host, address.port, timeout=60)) as connection:
+            connection.request("GET", path, headers={} if header is None else {"Authorization": header})
+            response = connection.getresponse()
+            assert response.status == 401
+            assert json.loads(response.read())["error"]["code"] == "invalid_api_key"
         scheme = "Basic" if path.startswith("/attention") else "Bearer"
         assert response.headers["www-authenticate"].split()[0] == scheme
 

@@ -17,6 +17,8 @@ from mla_serve.engine.embedded.sequence import Sequence
 
 __all__ = ["Tally", "adjust", "asks"]
 
+LEAST_REPETITION = 1e-6  # dividing a logit by less could overflow, and the request would fail
+
 
 @dataclass(slots=True)
 class Tally:
@@ -88,6 +90,7 @@ def _penalise(out: Tensor, seqs: Rows[Sequence]) -> None:
         torch.tensor([getattr(s, name) for s in asked], dtype=torch.float32, device=out.device)[:, None]
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
+    repetition = repetition.clamp(min=LEAST_REPETITION)
     chosen = out[rows]
     chosen = torch.where(present, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
     out[rows] = chosen - frequency * generated - presence * (generated > 0)

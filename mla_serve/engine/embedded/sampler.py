@@ -101,8 +101,8 @@ def _truncate(probs: Tensor, top_k: Rows[int], top_p: Rows[float], shortlist: in
     in_k = torch.arange(ranked.shape[-1], device=probs.device) < k
     total = torch.where(k < vocab, (ranked * in_k).sum(dim=-1, keepdim=True), probs.sum(dim=-1, keepdim=True))
     before = ranked.cumsum(dim=-1) - ranked
-    # p = 1 cuts nothing, also where rounding lets the sum reach 1 early.
-    keep = in_k & ((before < p * total) | (p >= 1))
+    # p = 1 cuts nothing, also where rounding lets the sum reach 1 early; the likeliest stays, also where p * total rounds to 0.
+    keep = in_k & ((before < p * total) | (p >= 1) | (before == 0))
     kept = torch.zeros_like(probs).scatter_(-1, ids, ranked * keep)
     if ranked.shape[-1] < vocab:
         # Unsettled: the cut may lie beyond the shortlist, or among equals of which the shortlist holds only some.
