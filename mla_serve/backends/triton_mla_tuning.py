@@ -85,7 +85,9 @@ def choose(shape: AttentionShape, gpu: Gpu) -> Tuning:
             tuning = replace(tuning, block_m=tuning.block_m // 2)
         else:
             break
-    return tuning
+    # The tall operand is worth it for `wgmma` alone, which takes 16 bits and 64 rows.
+    tall = tuning.block_n >= 64 and shape.dtype != "float32"
+    return replace(tuning, swap=tuning.swap and tall)
 
 
 def shared_bytes(shape: AttentionShape, tuning: Tuning, gpu: Gpu) -> int:
