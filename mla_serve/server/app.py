@@ -15,6 +15,7 @@ from mla_serve.server.answers import ErrorResponse
 from mla_serve.server.defaults import GenerationDefaults
 from mla_serve.server.errors import install_error_handlers
 from mla_serve.server.middleware import ApiKeys, BodyLimit, RequestLog
+from mla_serve.server.respond import IGNORED
 from mla_serve.server.routes import attention, chat, completions, health, metrics, models, responses, tokens
 from mla_serve.server.settings import ServerSettings
 from mla_serve.server.state import ServerState
@@ -67,7 +68,13 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
         middleware.append(Middleware(TracingLayer, tracing=tracing))
     if settings.allow_origins:
         middleware.append(
-            Middleware(CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", IGNORED],
+            )
         )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))

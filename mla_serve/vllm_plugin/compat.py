@@ -16,7 +16,9 @@ from mla_serve.errors import UserError
 from mla_serve.shapes import DType, MLADims
 
 __all__ = [
+    "ALONE",
     "Chunk",
+    "Ranks",
     "chunks_of",
     "compact_layouts",
     "context_rows",
@@ -86,7 +88,11 @@ def worker_device() -> torch.device:
     return torch.device("cpu") if platform.is_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
-def tensor_ranks() -> tuple[int, Callable[[float], None]]:
+Ranks = tuple[int, Callable[[float], None]]
+ALONE: Ranks = (0, lambda _: None)
+
+
+def tensor_ranks() -> Ranks:
     """This process among those that share each layer, and how to wait until all of them have come so far.
 
     Waiting raises UserError after so many seconds.
@@ -95,7 +101,7 @@ def tensor_ranks() -> tuple[int, Callable[[float], None]]:
     try:
         group = group_of()
     except AssertionError:  # nothing is distributed
-        return 0, lambda _: None
+        return ALONE
 
     def wait(seconds: float) -> None:
         if group.world_size == 1:

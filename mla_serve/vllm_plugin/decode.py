@@ -208,7 +208,8 @@ class Impl(MLACommonImpl[Metadata]):
         dims = compat.dims_of(self)
         cache_dtype = compat.cache_dtype_of(kv_cache_dtype)
         page_size = check(self.deployment, config, dims, cache_dtype)
-        probe_at_start(self.deployment, dims, page_size, **_grid_of(config, page_size))
+        ranks = compat.tensor_ranks()
+        probe_at_start(self.deployment, dims, page_size, **_grid_of(config, page_size), ranks=ranks)
         reserve(self.deployment, dims, page_size, cache_dtype, **_grid_of(config, page_size))
 
     def forward_mqa(

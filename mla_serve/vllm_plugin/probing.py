@@ -15,7 +15,15 @@ __all__ = ["probe_at_start"]
 PATIENCE = 900.0  # seconds beyond the budget: the kernel that is being measured when it is spent may still be compiling
 
 
-def probe_at_start(deployment: Deployment, dims: MLADims, page_size: int, *, context_rows: int, graphs: bool) -> None:
+def probe_at_start(
+    deployment: Deployment,
+    dims: MLADims,
+    page_size: int,
+    *,
+    context_rows: int,
+    graphs: bool,
+    ranks: compat.Ranks = compat.ALONE,
+) -> None:
     """Measures this deployment's grid as the settings ask, once for all layers of these widths, and waits for the end.
 
     It runs in a process of its own. That one starts after vLLM's first look at the memory and has ended when this returns,
@@ -26,7 +34,7 @@ def probe_at_start(deployment: Deployment, dims: MLADims, page_size: int, *, con
     if settings.probe == "off":
         return
 
-    rank, wait = compat.tensor_ranks()
+    rank, wait = ranks
 
     def measure() -> None:
         try:

@@ -61,6 +61,7 @@ def test_only_the_named_origin_may_call_from_a_browser(strict: Server, server: S
     assert "access-control-allow-origin" not in other.headers
     answer = strict.post("/v1/completions", {"prompt": "X", "max_tokens": 1}, headers={"Origin": ORIGIN})
     assert answer.headers["access-control-allow-origin"] == ORIGIN
+    assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
     assert "access-control-allow-origin" not in preflight(server, ORIGIN).headers, "off by default"
 
 
@@ -78,3 +79,9 @@ def test_the_document_names_what_streams(server: Server) -> None:
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         assert set(paths[route]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "422" not in json.dumps(paths)
+
+
+def test_load_balancers_may_ask_with_head(server: Server) -> None:
+    for path in ("/health", "/ready"):
+        answer = server.http.head(server.url + path)
+        assert (answer.status_code, answer.content) == (200, b"")

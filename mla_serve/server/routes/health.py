@@ -12,6 +12,7 @@ from mla_serve.server.state import State
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health", include_in_schema=False)  # as some load balancers ask
 @router.get("/health")
 async def health(state: State) -> Status:
     """200 while the engine's loop turns; 503 once its heartbeat is stale or its process has ended."""
@@ -21,6 +22,7 @@ async def health(state: State) -> Status:
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(state: State) -> Status:
     """200 while new requests are taken; 503 while the server drains or its engine is not healthy."""
