@@ -86,7 +86,7 @@ def test_odd_widths_pages_heads_and_batches(dims: MLADims, kwargs: dict, q_lens:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_any_batch_agrees_with_the_reference(feature: str) -> None:
-    @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @seed(SEED)
     @given(cases((Phase.DECODE,), feature, equal_widths=False))
     def agrees(drawn: Drawn) -> None:
@@ -152,11 +152,11 @@ def test_the_counters_are_back_at_zero_and_runs_repeat_to_the_bit() -> None:
 
 
 def test_a_long_request_is_reduced_in_two_levels() -> None:
-    plan, shape = planned([1], [1600], 3)
+    plan, shape = planned([1], [800], 3)
     share, total, _ = plan.schedule.tolist()
     pieces = -(-total // share)
     assert pieces == plan.state.programs > plan.state.tuning.fan
-    case = make(shape, [1], [1600], CPU)
+    case = make(shape, [1], [800], CPU)
     agree("right", TritonMLA(CPU), case, case.answer(TritonMLA(CPU)), case.expected())
 
 
@@ -268,7 +268,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]], path
 
 def _examine(backend: Backend) -> None:
     """A few batches that a wrong kernel cannot get right, each twice with one plan."""
-    for q_lens, kv_lens in (([2, 2, 2], [300, 0, 310]), ([3, 1], [1200, 21]), ([1] * 9, [30] * 9)):
+    for q_lens, kv_lens in (([2, 2, 2], [300, 0, 310]), ([3, 1], [700, 21]), ([1] * 5, [30] * 5)):
         case = replace(make(decode_shape(SMALL), q_lens, kv_lens, CPU), cache_scale=0.5)
         q_nope, q_pe, cache = case.inputs
         spare = tuple(torch.cat([t, t[:1]]) for t in (q_nope, q_pe))  # a token of no request
