@@ -126,6 +126,7 @@ class DecisionTable:
                 on_disk._merge(self._read(target))
                 on_disk._merge(self._all())
                 self._entries = on_disk._entries
+                self._set_aside(target)
                 _write_atomically(target, join(self._all(), SCHEMA))
                 self._seen = _version(target) if target == self.path else self._seen
         except (Timeout, OSError) as error:
@@ -134,6 +135,17 @@ class DecisionTable:
             if strict:
                 raise UserError(f"cannot write {target} ({reason})") from error
             self._warn(f"cannot write {target} ({reason}); decisions stay in memory")
+
+    def _set_aside(self, path: Path) -> None:
+        """A file that is no table is somebody's: it gets the name FILE.bad instead of being overwritten."""
+        try:
+            self._entries_of(path)
+        except ValueError:
+            if path.stat().st_size:
+                os.replace(path, f"{path}.bad")
+                self._warn(f"{path} was no decision table; what it held is in {path}.bad")
+        except FileNotFoundError:
+            return
 
     def _read(self, path: Path) -> list[Entry]:
         try:

@@ -70,7 +70,10 @@ def read_api_keys(path: Path | None) -> tuple[str, ...]:
     Raises UserError if the file cannot be read or holds no key: an empty list would leave the server open.
     """
     if path is None:
-        return tuple(os.environ.get(KEY_VARIABLE, "").split())
+        text = os.environ.get(KEY_VARIABLE)
+        if text is not None and not text.split():
+            raise UserError(f"{KEY_VARIABLE} is set and holds no key, which would leave the server open; set a key or unset it")
+        return tuple((text or "").split())
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -299,3 +299,14 @@ def test_warnings_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     table.put(a_decision(prefill(), replace(HERE, device="x")))
     table.get(bucket(prefill()), "measured", HERE)
     assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_file_that_is_no_table_is_not_lost(tmp_path: Path) -> None:
+    """Somebody names a file of theirs by mistake: it is kept beside the table."""
+    path = tmp_path / "notes.log"
+    path.write_text("what I must not forget")
+    table = DecisionTable.load(path)
+    table.put(a_decision(prefill(), HERE))
+    table.save()
+    assert (tmp_path / "notes.log.bad").read_text() == "what I must not forget"
+    assert len(DecisionTable.load(path, strict=True)) == 1

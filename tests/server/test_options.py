@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from mla_serve.errors import UserError
 from mla_serve.server.settings import read_api_keys
 from tests.server.conftest import MODEL, Server, start_server
 
@@ -72,6 +73,9 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert read_api_keys(tmp_path / "keys") == ("three",), "a file wins"
     monkeypatch.delenv("MLA_SERVE_API_KEY")
     assert read_api_keys(None) == ()
+    monkeypatch.setenv("MLA_SERVE_API_KEY", " \n")
+    with pytest.raises(UserError, match="holds no key"):
+        read_api_keys(None)
 
 
 def test_the_document_names_what_streams(server: Server) -> None:
