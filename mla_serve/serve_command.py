@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mla_serve.engine.vllm import VllmConfig
 
 ENGINES = ("auto", "embedded", "vllm")
+VLLM_ONLY = ("--distributed-executor-backend", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 
 
 def serve(
@@ -111,6 +112,9 @@ def serve(
     if chosen == "vllm":
         from mla_serve.engine.vllm import VllmConfig
 
+        for name, value in (("--threads", threads), ("--kernel-timeout", kernel_timeout)):
+            if value is not None:
+                raise typer.BadParameter(f"{name} is the embedded engine's; vLLM has settings of its own")
         own = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
         own += [] if prefix_cache else ["--no-enable-prefix-caching"]
         config = VllmConfig(
@@ -122,7 +126,7 @@ def serve(
             probe=probe,
         )
     else:
-        for flag in list(given)[-4:]:
+        for flag in VLLM_ONLY:
             if given[flag] is not None:
                 raise typer.BadParameter(f"{flag} is vLLM's; the embedded engine runs on one device (--engine vllm)")
         if flags:

@@ -62,10 +62,7 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
     Raises UserError for a model directory whose tokenizer or generation_config.json cannot be used.
     """
     middleware = [Middleware(RequestLog)]
-    tracing = None
-    if settings.otlp_endpoint is not None:
-        tracing = Tracing(settings.otlp_endpoint, settings.model_name)
-        middleware.append(Middleware(TracingLayer, tracing=tracing))
+    tracing = None if settings.otlp_endpoint is None else Tracing(settings.otlp_endpoint, settings.model_name)
     if settings.allow_origins:
         middleware.append(
             Middleware(
@@ -78,6 +75,8 @@ def create_app(engine: Engine, settings: ServerSettings, tokenizer: Tokenizer | 
         )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+    if tracing is not None:  # behind the keys, so that nobody without one fills the operator's collector
+        middleware.append(Middleware(TracingLayer, tracing=tracing))
     middleware.append(Middleware(BodyLimit, limit=settings.body_limit, seconds=settings.body_timeout))
     app = _App(
         title="mla_serve",

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from mla_serve.engine.base import Engine, Request, Sampling, Step, Structured, TokenLogprobs
 from mla_serve.server.errors import ApiError, RequestFailedError, bad_request
-from mla_serve.server.metrics import Metrics
 from mla_serve.server.protocol import GenerationBody
 from mla_serve.server.state import ServerState
 from mla_serve.server.stops import StopStrings
@@ -52,9 +51,10 @@ class Delta:
 class Choice:
     """One engine request of a client's request, and the text made of its tokens."""
 
-    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, metrics: Metrics) -> None:
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, state: ServerState) -> None:
         self.index, self.request = index, request
-        self._detokenizer, self._stops, self._metrics = detokenizer, stops, metrics
+        self._detokenizer, self._stops, self._metrics = detokenizer, stops, state.metrics
+        self._ends = {*state.engine.info.eos_token_ids, *request.sampling.stop_token_ids}
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._cached = 0
         self._tokens: list[Token] = []  # not yet in a Delta
@@ -102,8 +102,8 @@ class Choice:
             logprobs = step.logprobs[position] if step.logprobs is not None else None
             self._tokens.append(Token(token_id, self._length, logprobs))
             self._count += 1
-            if step.finish_reason == "stop" and position == last:
-                break  # the stop token itself has no text
+            if step.finish_reason == "stop" and position == last and token_id in self._ends:
+                break  # the stop token itself has no text; a grammar may also end with a token that has
             piece = self._detokenizer.push(token_id)
             self._length += len(piece)
             text += self._stops.push(piece)
@@ -154,6 +154,7 @@ def plan(
     Raises ApiError 400 for an empty prompt, an id outside the vocabulary, or lengths that do not fit.
     """
     n = body.n or 1
+    state.check_size(len(prompts) * n)
     vocab = state.engine.info.vocab_size
     if any(not 0 <= token_id < vocab for token_id in body.stop_token_ids or ()):
         raise bad_request(f"stop_token_ids must hold ids from 0 to {vocab - 1}.", "stop_token_ids")
@@ -177,7 +178,7 @@ def plan(
                     ),
                     state.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False, kept=kept),
                     StopStrings(body.stops, include=bool(body.include_stop_str_in_output)),
-                    state.metrics,
+                    state,
                 )
             )
     return Generation(choices, list(prompts), n)

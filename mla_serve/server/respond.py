@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol
@@ -104,7 +105,7 @@ async def _events(
         yield data
 
 
-class ChoiceShape:
+class ChoiceShape(ABC):
     """What /v1/completions and /v1/chat/completions have in common: an envelope around choices, and chunks of it."""
 
     def __init__(self, state: ServerState, body: GenerationBody, *, prefix: str, whole: str, chunk: str, choices: int) -> None:
@@ -122,13 +123,13 @@ class ChoiceShape:
         """The choice of a chunk that goes before all text, or None."""
         return None
 
+    @abstractmethod
     def choice_part(self, delta: Delta) -> dict[str, Any] | None:
         """The choice of one streamed chunk; None while nothing can be told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The choice of a whole answer."""
-        raise NotImplementedError
 
     def beside(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         """Fields of the whole answer beside these."""

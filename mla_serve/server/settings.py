@@ -21,7 +21,7 @@ class ServerSettings:
     """Settings of one server process; sizes in bytes, times in seconds.
 
     `served_model_name` None means the name of the model's directory. `max_queue` bounds the choices (prompts times n) that
-    are open at once. `max_output_tokens` caps every request's max_tokens, also where a request names none.
+    are open at once. `max_output_tokens` bounds every answer: a request that names more is refused.
     `chat_template` is a Jinja file that replaces the model's own. `body_timeout` is the time that a request's body may take.
     `heartbeat_limit` is the age from which an engine counts as hung, `death_linger` how long the server stays to say so once
     its engine has died. `request_timeout` bounds a request from its body to its last token.

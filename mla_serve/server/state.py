@@ -69,18 +69,22 @@ class ServerState:
         if self.draining:
             raise ApiError(503, "The server is shutting down; send the request to another one.", code="draining", headers=RETRY)
 
-    @contextmanager
-    def admit(self, choices: int) -> Iterator[None]:
-        """Holds a place for a request of so many choices.
-
-        Raises ApiError 503 where none is taken, 429 where the queue is full, 400 for a request that would never fit.
-        """
-        self.check_open()
+    def check_size(self, choices: int) -> None:
+        """Raises ApiError 400 for a request that would never fit: to be asked before any work is done for it."""
         limit = self.settings.max_queue
         if choices > limit:
             raise bad_request(
                 f"The request asks for {choices} choices (prompts times n); this server takes at most {limit}.", "n"
             )
+
+    @contextmanager
+    def admit(self, choices: int) -> Iterator[None]:
+        """Holds a place for a request of so many choices.
+
+        Raises ApiError 503 where none is taken, 429 where the queue is full. `check_size` has let the request through.
+        """
+        self.check_open()
+        limit = self.settings.max_queue
         if self.open + choices > limit:
             raise ApiError(429, f"All {limit} places are taken; try again later.", code="queue_full", headers=RETRY)
         self.open += choices

@@ -65,13 +65,15 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """One sentence about the first field at fault, and that field's path (None if it is the body as a whole)."""
     first = errors[0]
     loc = [part for part in first["loc"] if part != "body"] if first["loc"][:1] == ("body",) else list(first["loc"])
+    if loc[:1] in (["(text)"], ["(chat)"]):  # which of two bodies /tokenize took it for
+        del loc[0]
     if first["type"] == "json_invalid":
         return "The body is not valid JSON.", None
     if not loc:
         return "The body must be a JSON object, sent with the header Content-Type: application/json.", None
     if first["type"] == "missing":
         return f"{_path(loc)} is required.", _path(loc)
-    for end in range(len(loc), 0, -1):  # a union reports each of its branches, named after the field's own path
+    for end in range(len(loc) - 1, 0, -1):  # a union reports each of its branches, named below the field's own path
         pattern = "".join("[]" if isinstance(part, int) else f".{part}" for part in loc[:end]).lstrip(".")
         if pattern in UNIONS:
             return f"{_path(loc[:end])} must be {UNIONS[pattern]}.", _path(loc[:end])

@@ -22,6 +22,7 @@ import pytest
 from playwright.sync_api import Error, expect, sync_playwright
 
 from tests.server.conftest import MODEL, Server, start_server
+from tests.server.test_bad_requests import refused
 
 KEYS = ["first-key", "second-key"]
 AUTH = {"Authorization": f"Bearer {KEYS[0]}"}
@@ -174,6 +175,11 @@ def test_half_a_body_is_waited_for_so_long_and_harms_nobody(strict: Server) -> N
 def test_a_request_that_would_never_fit_the_queue(strict: Server) -> None:
     assert strict.post("/v1/completions", {**LONG, "n": 5}, headers=AUTH).status_code == 400
     assert strict.post("/v1/completions", {**LONG, "n": 4}, headers=AUTH).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [["a" * 300] * 3, [[1] * 300] * 3, [[1]] * 500])
+def test_what_would_never_fit_is_refused_before_its_prompts_are_looked_at(strict: Server, prompt: list[Any]) -> None:
+    refused(strict.post("/v1/completions", {"prompt": prompt, "n": 2}, headers=AUTH), 400, param="n")
 
 
 def slow_request(server: Server, choices: int, answers: list[httpx.Response]) -> threading.Thread:

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mla_serve.demo.tokenizer import ASSISTANT
+from mla_serve.server.protocol.chat import MAX_TOOLS
 from tests.server.conftest import MAX_LEN, Server
 from tests.server.scripted import UNICODE
 from tests.server.test_bad_requests import refused
@@ -38,9 +39,19 @@ def test_a_text_longer_than_the_model_takes(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"prompt": 5}, {"messages": []}, {"prompt": "a", "model": "other"}])
 def test_what_is_no_text(server: Server, body: dict[str, object]) -> None:
-    refused(server.post("/tokenize", body), 404 if "model" in body else 400)
+    message = refused(server.post("/tokenize", body), 404 if "model" in body else 400)
+    assert "Body" not in message
+    assert "list" not in message
+    assert "(" not in message
 
 
 @pytest.mark.parametrize("tokens", [[-1], [10**9], "x", None])
 def test_what_are_no_tokens(server: Server, tokens: object) -> None:
     refused(server.post("/detokenize", {"tokens": tokens}), param="tokens")
+
+
+def test_as_many_tools_as_a_chat_takes_and_no_more(server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(MAX_TOOLS + 1)]
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert server.post("/tokenize", {**body, "tools": tools[1:]}).status_code == 200
+    refused(server.post("/tokenize", {**body, "tools": tools}), param="tools")

@@ -41,7 +41,7 @@ def vllm_arguments(config: VllmConfig, *, cpu: bool) -> list[str]:
 
     On a CPU vLLM's RoPE operator is wrong for MLA (its kernel takes [tokens, heads * rope] only), so it is switched off there.
     """
-    ours = ["--model", config.model, "--seed", "0"]
+    ours = ["--model", config.model, "--seed", "0", "--scheduling-policy", "priority"]
     if not cpu:
         ours += ["--attention-backend", "CUSTOM", "--attention-config.mla_prefill_backend", "CUSTOM"]
     elif not any(flag.startswith(("--compilation-config", "-O", "-cc")) for flag in config.arguments):

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from mla_serve.engine.base import EngineDeadError, EngineInfo, Health, Request, Stats, Step
@@ -96,26 +97,25 @@ class VllmEngine:
 
         self._require_life()
         self._loads.begin()
-        outputs = self._llm.generate(
-            {"prompt_token_ids": request.prompt_token_ids},
-            sampling_params(request.sampling),
-            request.id,
-            priority=request.priority,
-        )
         reader = Reader(request)
         try:
-            async for output in outputs:
-                step = reader.step(output)
-                if step is not None:
-                    yield step
+            outputs = self._llm.generate(
+                {"prompt_token_ids": request.prompt_token_ids},
+                sampling_params(request.sampling),
+                request.id,
+                priority=request.priority,
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    step = reader.step(output)
+                    if step is not None:
+                        yield step
         except VllmDeadError as error:
             raise EngineDeadError(f"vLLM's engine core has ended: {error}") from error
         except EngineGenerateError as error:
             yield reader.failed(str(error.__cause__ or error))
         except _refusals() as error:
             raise ValueError((str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")) from error
-        finally:
-            await outputs.aclose()
 
     def _require_life(self) -> None:
         if self._llm.errored:

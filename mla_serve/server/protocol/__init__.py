@@ -5,9 +5,10 @@ from mla_serve.server.protocol.chat import ChatBody, Message, Tool
 from mla_serve.server.protocol.common import GenerationBody
 from mla_serve.server.protocol.completions import CompletionBody
 from mla_serve.server.protocol.responses import ResponsesBody
-from mla_serve.server.protocol.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
+from mla_serve.server.protocol.tokens import AnyTokenizeBody, DetokenizeBody, TokenizeBody
 
 __all__ = [
+    "AnyTokenizeBody",
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
@@ -16,6 +17,5 @@ __all__ = [
     "ResponsesBody",
     "Strict",
     "TokenizeBody",
-    "TokenizeChatBody",
     "Tool",
 ]

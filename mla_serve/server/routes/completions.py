@@ -77,6 +77,7 @@ async def create_completion(body: CompletionBody, request: Request, state: State
     state.check_model(body.model)
     body.check()
     state.check_open()
+    state.check_size(len(body.prompts) * (body.n or 1))
     special = body.add_special_tokens is not False
     limit = state.engine.info.max_model_len
     prompts = [

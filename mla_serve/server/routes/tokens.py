@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 
 from mla_serve.server.answers import Detokenized, Tokenized
 from mla_serve.server.body import JsonRoute
 from mla_serve.server.errors import bad_request
-from mla_serve.server.protocol import ChatBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from mla_serve.server.protocol import AnyTokenizeBody, ChatBody, DetokenizeBody, TokenizeBody
 from mla_serve.server.routes.chat import render_async
 from mla_serve.server.state import State
 
@@ -15,7 +17,7 @@ router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody | TokenizeChatBody, state: State) -> Tokenized:
+async def tokenize(body: AnyTokenizeBody, state: State) -> Tokenized:
     """Token ids of a text, or of a chat as the model would be given it."""
     state.check_model(body.model)
     if isinstance(body, TokenizeBody):
@@ -41,4 +43,5 @@ async def detokenize(body: DetokenizeBody, state: State) -> Detokenized:
     vocab = state.engine.info.vocab_size
     if any(not 0 <= token_id < vocab for token_id in body.tokens):
         raise bad_request(f"tokens must hold ids from 0 to {vocab - 1}.", "tokens")
-    return {"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    # In a thread: a body may hold millions of ids.
+    return {"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special_tokens=False)}
